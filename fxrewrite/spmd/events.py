@@ -183,17 +183,7 @@ class RegionsCompiled(Event, frozen=True):
     """The program was compiled region by region."""
 
     kind: Literal["regions"] = "regions"
-    calls: tuple[int, ...] = Field(description="of each distinct region, how often it is called")
-    num_nodes: int = Field(description="nodes of the program")
-    num_compiled: int = Field(description="nodes of the distinct regions")
-    left_out: tuple[str, ...] = Field(description="why repeats are no regions, or several")
-
-    @staticmethod
-    def of(found: Regions) -> RegionsCompiled:
-        """The event that tells this."""
-        return RegionsCompiled(
-            calls=found.calls, num_nodes=found.num_nodes, num_compiled=found.num_compiled, left_out=found.left_out
-        )
+    found: Regions
 
     def __str__(self) -> str:
-        return f"regions: {Regions(self.calls, self.num_nodes, self.num_compiled, self.left_out)}"
+        return f"regions: {self.found}"

@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.sizes import Size
 from fxrewrite.spmd.placement import Placement, Replicate
 
-__all__ = ["GLOBAL_SHAPE", "PLACEMENT", "REQUIRED", "global_shape", "placement_of"]
+__all__ = [
+    "GLOBAL_SHAPE",
+    "PLACEMENT",
+    "REQUIRED",
+    "global_shape",
+    "placement_of",
+    "result_placements",
+    "set_placements",
+]
 
 PLACEMENT = Fact["Placement | tuple[Placement, ...]"]("placement", shown=True)
 """How ranks hold what a node computes; of a node with several results, a tuple."""
@@ -25,6 +34,19 @@ def placement_of(node: fx.Node) -> Placement:
     """How ranks hold the value that `node` computes, after propagation; replicated before."""
     placement = PLACEMENT.of(node)
     return placement if placement is not None and not isinstance(placement, tuple) else Replicate()
+
+
+def result_placements(node: fx.Node) -> tuple[Placement, ...]:
+    """How ranks hold each result of `node`; none where nothing is known."""
+    placement = PLACEMENT.of(node)
+    return placement if isinstance(placement, tuple) else () if placement is None else (placement,)
+
+
+def set_placements(edit: Edit, node: fx.Node, placements: tuple[Placement, ...]) -> None:
+    """Note how ranks hold each result of `node`; a node without results has nothing to note."""
+    if placements:
+        several = isinstance(node.meta.get("val"), (list, tuple))
+        edit.set_fact(node, PLACEMENT, placements if several else placements[0])
 
 
 def global_shape(node: fx.Node) -> Sequence[Size]:

@@ -1,24 +1,18 @@
 """Slices and concatenations: operators that take parts of a dimension or join parts; that dimension must be whole."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Terms, is_same_size
-from rules.layouts.terms import dim_of, index_map, indices, insert, names_of
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size
+from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced
 
 __all__ = ["LAYOUTS"]
 
 
 def select(call: Call) -> IndexMap | None:
-    """`dim` must be whole, and is removed"""
+    """`dim` must be whole, and is removed; `unbind` gives one result for each of its entries"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
-    return index_map(call, {"self": terms}, _without(terms, at))
-
-
-def unbind(call: Call) -> IndexMap | None:
-    """`dim` must be whole, and is removed; one result for each of its entries"""
-    return select(call)
+    return index_map(call, {"self": terms}, replaced(terms, at))
 
 
 def split(call: Call) -> IndexMap | None:
@@ -30,8 +24,8 @@ def split(call: Call) -> IndexMap | None:
         return cut(call)
     terms = indices(len(shape))
     sizes = {"run": len(parts), "part": parts[0][at]}
-    results = [insert(_without(terms, at), at, ("part",)) for _ in parts]
-    return index_map(call, {"self": insert(_without(terms, at), at, ("run", "part"))}, *results, sizes=sizes)
+    results = [replaced(terms, at, ("part",)) for _ in parts]
+    return index_map(call, {"self": replaced(terms, at, ("run", "part"))}, *results, sizes=sizes)
 
 
 def cut(call: Call) -> IndexMap | None:
@@ -43,7 +37,7 @@ def cut(call: Call) -> IndexMap | None:
     terms = indices(len(shape))
     # The other operators state the length that they keep. A slice of everything is only left if it cannot be dropped.
     kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
-    results = [insert(_without(terms, at), at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
+    results = [replaced(terms, at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
     return index_map(call, {"self": terms}, *results)
 
 
@@ -51,27 +45,12 @@ def _results(call: Call) -> range:
     return range(len(call.result_shapes()))
 
 
-def _without(terms: Terms, at: int) -> Terms:
-    return (*terms[:at], *terms[at + 1 :])
-
-
 def scatter_slice(call: Call) -> IndexMap | None:
     """overwrites a part along `dim`, which must be whole"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
-    source = _without(terms, at)
-    if call.key == "aten::slice_scatter":
-        source = insert(source, at, ("part",))
+    source = replaced(terms, at, ("part",)) if call.key == "aten::slice_scatter" else replaced(terms, at)
     return index_map(call, {"self": terms, "src": source}, terms, whole=terms[at])
-
-
-def scatter_diagonal(call: Call) -> IndexMap | None:
-    """d... !i !j, d... !k -> d... i j"""
-    terms = indices(len(call.shape()))
-    taken = {dim_of(call, len(terms), name) for name in ("dim1", "dim2")}
-    others = tuple(term for dim, term in enumerate(terms) if dim not in taken)
-    whole = names_of(terms[dim] for dim in taken)
-    return index_map(call, {"self": terms, "src": (*others, ("diagonal",))}, terms, whole=whole)
 
 
 def cat(call: Call) -> IndexMap | None:
@@ -86,7 +65,7 @@ def cat(call: Call) -> IndexMap | None:
         at = dim_of(call, len(shape))
     elif len(shape) == 1 and call.key != "aten::hstack":
         return _stacked(call, at)  # vectors become rows or columns
-    others = _without(indices(len(shape)), min(at, len(shape) - 1))
+    others = replaced(indices(len(shape)), min(at, len(shape) - 1))
     operands = [insert(others, at, (f"part{i}",)) for i in range(len(call.operands))]
     return index_map(call, {"tensors": operands}, insert(others, at, ("joined",)))
 
@@ -118,26 +97,17 @@ def _pads(pair: list[Any]) -> bool:
     return any(not isinstance(amount, int) or amount for amount in pair)
 
 
-_SPLITS = ("split", "unsafe_split", "split_copy")
-_SPLITS_WITH_SIZES = ("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy")
-_CHUNKS = ("chunk", "unsafe_chunk")
-_CUTS = ("slice", "narrow", "narrow_copy", "tensor_split", "hsplit", "vsplit", "slice_copy")
-
-
-def _aten(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"aten::{name}" for name in names)
-
+_SPLITS_WITH_SIZES = "split_with_sizes unsafe_split_with_sizes split_with_sizes_copy"
+_CUTS = "slice narrow narrow_copy tensor_split hsplit vsplit slice_copy"
 
 LAYOUTS = (
-    LayoutRule("layout.select", ("aten::select", "aten::select_copy"), select),
-    LayoutRule("layout.unbind", ("aten::unbind", "aten::unbind_copy"), unbind),
-    LayoutRule("layout.cut", _aten(_CUTS), cut),
-    LayoutRule("layout.split", _aten(_SPLITS), split, length_args=("split_size", "split_sizes")),
-    LayoutRule("layout.split_with_sizes", _aten(_SPLITS_WITH_SIZES), split, length_args=("split_sizes",)),
-    LayoutRule("layout.chunk", _aten(_CHUNKS), split),
-    LayoutRule("layout.scatter_slice", ("aten::slice_scatter", "aten::select_scatter"), scatter_slice),
-    LayoutRule("layout.scatter_diagonal", ("aten::diagonal_scatter",), scatter_diagonal),
-    LayoutRule("layout.cat", tuple(f"aten::{name}" for name in ["cat", "vstack", "hstack", "column_stack"]), cat),
-    LayoutRule("layout.stack", ("aten::stack",), stack),
-    LayoutRule("layout.pad", ("aten::pad", "aten::constant_pad_nd"), pad),
+    LayoutRule("layout.select", aten("select select_copy unbind unbind_copy"), select),
+    LayoutRule("layout.cut", aten(_CUTS), cut),
+    LayoutRule("layout.split", aten("split unsafe_split split_copy"), split, length_args=("split_size", "split_sizes")),
+    LayoutRule("layout.split_with_sizes", aten(_SPLITS_WITH_SIZES), split, length_args=("split_sizes",)),
+    LayoutRule("layout.chunk", aten("chunk unsafe_chunk"), split),
+    LayoutRule("layout.scatter_slice", aten("slice_scatter select_scatter"), scatter_slice),
+    LayoutRule("layout.cat", aten("cat vstack hstack column_stack"), cat),
+    LayoutRule("layout.stack", aten("stack"), stack),
+    LayoutRule("layout.pad", aten("pad constant_pad_nd"), pad),
 )

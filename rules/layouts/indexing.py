@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrewrite.ops import filled_with
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Size, Terms, is_same_size
-from rules.layouts.terms import aligned, broadcast_shape, dim_of, index_map, indices, insert, names_of, unread
+from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, insert, names_of, unread
 
 __all__ = ["LAYOUTS"]
 
@@ -45,12 +45,6 @@ def index_select(call: Call) -> IndexMap | None:
     chosen = indices(len(call.shape(1)), "i")
     result = (*terms[:at], *(chosen or ((),)), *terms[at + 1 :]) if terms else ()
     return index_map(call, {"self": terms, "index": chosen}, result)
-
-
-def take(call: Call) -> IndexMap | None:
-    """!k..., i... -> i...: positions in the flattened input"""
-    chosen = indices(len(call.shape(1)), "i")
-    return index_map(call, {"self": indices(len(call.shape())), "index": chosen}, chosen)
 
 
 def gather(call: Call) -> IndexMap | None:
@@ -200,21 +194,14 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 LAYOUTS = (
-    LayoutRule("layout.embedding", ("aten::embedding",), embedding),
-    LayoutRule("layout.one_hot", ("aten::one_hot",), one_hot),
-    LayoutRule("layout.index_select", ("aten::index_select",), index_select),
-    LayoutRule("layout.take", ("aten::take",), take),
-    LayoutRule("layout.gather", ("aten::gather",), gather),
-    LayoutRule("layout.take_along_dim", ("aten::take_along_dim",), take_along_dim),
-    LayoutRule(
-        "layout.scatter", ("aten::scatter", "aten::scatter_add", "aten::scatter_reduce"), scatter, neutral=added
-    ),
-    LayoutRule(
-        "layout.index_add",
-        ("aten::index_add", "aten::index_copy", "aten::index_reduce", "aten::index_fill"),
-        index_add,
-        neutral=added,
-    ),
-    LayoutRule("layout.index", ("aten::index", "aten::_unsafe_index"), index),
-    LayoutRule("layout.index_put", ("aten::index_put", "aten::_unsafe_index_put"), index_put, neutral=added),
+    LayoutRule("layout.embedding", aten("embedding"), embedding),
+    LayoutRule("layout.one_hot", aten("one_hot"), one_hot),
+    LayoutRule("layout.index_select", aten("index_select"), index_select),
+    LayoutRule("layout.take", aten("take"), "!k..., i... -> i..."),
+    LayoutRule("layout.gather", aten("gather"), gather),
+    LayoutRule("layout.take_along_dim", aten("take_along_dim"), take_along_dim),
+    LayoutRule("layout.scatter", aten("scatter scatter_add scatter_reduce"), scatter, neutral=added),
+    LayoutRule("layout.index_add", aten("index_add index_copy index_reduce index_fill"), index_add, neutral=added),
+    LayoutRule("layout.index", aten("index _unsafe_index"), index),
+    LayoutRule("layout.index_put", aten("index_put _unsafe_index_put"), index_put, neutral=added),
 )

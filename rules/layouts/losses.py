@@ -1,7 +1,7 @@
 """Losses: a sum over tokens is Partial; `rules.canonical.losses` first makes a mean a sum divided by a global count."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
-from rules.layouts.terms import aligned, broadcast_shape, index_map, indices, names_of
+from rules.layouts.terms import aligned, aten, broadcast_shape, index_map, indices, names_of
 
 __all__ = ["LAYOUTS"]
 
@@ -61,10 +61,10 @@ mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
 LAYOUTS = (
     LayoutRule(
         "layout.cross_entropy",
-        ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss2d", "aten::nll_loss_nd"),
+        aten("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd"),
         cross_entropy,
         neutral=ignored,
     ),
-    LayoutRule("layout.elementwise_loss", tuple(f"aten::{name}" for name in _ELEMENTWISE.split()), elementwise),
-    LayoutRule("layout.loss_by_row", ("aten::cosine_embedding_loss", "aten::triplet_margin_loss"), by_row),
+    LayoutRule("layout.elementwise_loss", aten(_ELEMENTWISE), elementwise),
+    LayoutRule("layout.loss_by_row", aten("cosine_embedding_loss triplet_margin_loss"), by_row),
 )

@@ -1,7 +1,7 @@
 """Norms: the dimensions over which statistics are computed must be whole."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms
-from rules.layouts.terms import index_map, indices, names_of
+from rules.layouts.terms import aten, index_map, indices, names_of
 
 __all__ = ["LAYOUTS"]
 
@@ -47,11 +47,9 @@ def _by_channel(call: Call, first: int) -> IndexMap | None:
     return index_map(call, operands, terms, whole=names_of(terms[first:]) - names_of(channels))
 
 
-_OVER_LAST = "layer_norm native_layer_norm rms_norm _fused_rms_norm"
-
 LAYOUTS = (
-    LayoutRule("layout.norm", tuple(f"aten::{name}" for name in _OVER_LAST.split()), norm),
-    LayoutRule("layout.group_norm", ("aten::group_norm",), group_norm, run_args=(("num_groups", 1),)),
-    LayoutRule("layout.instance_norm", ("aten::instance_norm",), instance_norm),
-    LayoutRule("layout.batch_norm", ("aten::batch_norm",), batch_norm),
+    LayoutRule("layout.norm", aten("layer_norm native_layer_norm rms_norm _fused_rms_norm"), norm),
+    LayoutRule("layout.group_norm", aten("group_norm"), group_norm, run_args=(("num_groups", 1),)),
+    LayoutRule("layout.instance_norm", aten("instance_norm"), instance_norm),
+    LayoutRule("layout.batch_norm", aten("batch_norm"), batch_norm),
 )

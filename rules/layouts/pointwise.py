@@ -5,7 +5,7 @@ draws the numbers of its own chunk.
 """
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule
-from rules.layouts.terms import aligned, index_map, indices, names_of, unread
+from rules.layouts.terms import aligned, aten, index_map, indices, unread
 
 __all__ = ["LAYOUTS", "broadcast"]
 
@@ -35,12 +35,6 @@ def of_channels(call: Call) -> IndexMap | None:
     return index_map(call, {"self": terms, "weight": aligned(weight, shape[1:2], channels) if weight else ()}, terms)
 
 
-def by_feature(call: Call) -> IndexMap | None:
-    """n c !d... -> n c d...: one number is drawn per entry of the first two dimensions"""
-    terms = indices(len(call.shape()))
-    return index_map(call, {"input": terms}, terms, whole=names_of(terms[2:]))
-
-
 def among(call: Call) -> IndexMap | None:
     """e..., !t... -> e...: each element is compared with all test elements"""
     elements = call.args["elements"]
@@ -67,14 +61,11 @@ _prelu_kernel remainder rsub special_xlog1py special_zeta sub where xlogy
 """
 
 LAYOUTS = (
-    LayoutRule(
-        "layout.pointwise",
-        tuple(f"aten::{name}" for name in sorted({*_UNARY.split(), *_BINARY.split()})),
-        broadcast,
-    ),
-    LayoutRule("layout.broadcast_tensors", ("aten::broadcast_tensors",), broadcast),
-    LayoutRule("layout.like", ("aten::to", "aten::type_as"), like),
-    LayoutRule("layout.of_channels", ("aten::prelu",), of_channels),
-    LayoutRule("layout.by_feature", ("aten::feature_dropout", "aten::feature_alpha_dropout"), by_feature),
-    LayoutRule("layout.among", ("aten::isin",), among),
+    LayoutRule("layout.pointwise", tuple(sorted({*aten(_UNARY), *aten(_BINARY)})), broadcast),
+    LayoutRule("layout.broadcast_tensors", aten("broadcast_tensors"), broadcast),
+    LayoutRule("layout.like", aten("to type_as"), like),
+    LayoutRule("layout.of_channels", aten("prelu"), of_channels),
+    # one number is drawn for each entry of the first two dimensions
+    LayoutRule("layout.by_feature", aten("feature_dropout feature_alpha_dropout"), "n c !d... -> n c d..."),
+    LayoutRule("layout.among", aten("isin"), among),
 )

@@ -11,7 +11,7 @@ import torch
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.pointwise import broadcast
-from rules.layouts.terms import aligned, broadcast_shape, dim_of, dims_of, index_map, indices, names_of
+from rules.layouts.terms import aten, dim_of, dims_of, index_map, indices, names_of, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -21,9 +21,10 @@ def _dims(call: Call, rank: int) -> list[int]:
 
 
 def reduction(call: Call) -> IndexMap | None:
-    """sums over `dim`; a sharded one gives partial sums"""
+    """reduces over `dim`; a sharded one gives partial sums, or maxima and minima where nothing is differentiated"""
     terms, result = _reduced(call)
-    return index_map(call, {"self": terms}, result, summed=names_of(terms))
+    is_bool = call.node.meta["val"].dtype == torch.bool  # collectives have no bools
+    return index_map(call, {"self": terms}, result, summed=() if is_bool else names_of(terms))
 
 
 def whole_reduction(call: Call) -> IndexMap | None:
@@ -32,13 +33,6 @@ def whole_reduction(call: Call) -> IndexMap | None:
         return broadcast(call)
     terms, result = _reduced(call)
     return index_map(call, {"self": terms}, result)
-
-
-def extremum(call: Call) -> IndexMap | None:
-    """reduces over `dim`; a sharded one gives partial maxima or minima, where nothing is differentiated"""
-    terms, result = _reduced(call)
-    is_bool = call.node.meta["val"].dtype == torch.bool  # collectives have no bools
-    return index_map(call, {"self": terms}, result, summed=() if is_bool else names_of(terms))
 
 
 def lowest(call: Call) -> Neutral:
@@ -66,12 +60,6 @@ def along(call: Call) -> IndexMap | None:
     return index_map(call, {"self": terms}, terms, whole=names_of(terms[dim] for dim in _dims(call, len(terms))))
 
 
-def along_last_two(call: Call) -> IndexMap | None:
-    """d... !m !n -> d... m n"""
-    terms = indices(len(call.shape()), "r")
-    return index_map(call, {next(iter(call.args)): terms}, terms, whole=names_of(terms[-2:]))
-
-
 def resized(call: Call) -> IndexMap | None:
     """a !k b -> a j b: `dim` must be whole, and changes its size"""
     shape = call.shape()
@@ -81,7 +69,7 @@ def resized(call: Call) -> IndexMap | None:
     at = dim_of(call, len(shape))
 
     def sized(name: str) -> Terms:
-        return (*terms[:at], (name,), *terms[at + 1 :])
+        return replaced(terms, at, (name,))
 
     operands = {"self": terms, "prepend": sized("before"), "append": sized("after")}
     return index_map(call, operands, sized("resized"))
@@ -98,16 +86,6 @@ def transform(call: Call) -> IndexMap | None:
     return index_map(
         call, {"self": terms}, tuple((f"t{dim}",) if dim in dims else terms[dim] for dim in range(len(after)))
     )
-
-
-def similarity(call: Call) -> IndexMap | None:
-    """a !k b, a !k b -> a b; operands broadcast"""
-    full = broadcast_shape(call.shape(), call.shape(1))
-    terms = indices(len(full))
-    at = dim_of(call, len(full)) if "dim" in call.args else len(full) - 1
-    operands = {name: aligned(call.shape(i), full, terms) for i, name in enumerate(("x1", "x2"))}
-    kept = ((),) if call.args.get("keepdim") else ()
-    return index_map(call, operands, (*terms[:at], *kept, *terms[at + 1 :]))
 
 
 def searchsorted(call: Call) -> IndexMap | None:
@@ -135,13 +113,6 @@ def beyond(call: Call) -> Neutral:
     return Neutral(0, call.args["max"] + 1)
 
 
-def draws(call: Call) -> IndexMap | None:
-    """n !c -> n k: each row draws from its own columns"""
-    terms = indices(len(call.shape()))
-    return index_map(call, {"self": terms}, (*terms[:-1], ("k",)))
-
-
-_SUM = "sum nansum count_nonzero"
 _WHOLE = """
 all aminmax any argmax argmin frobenius_norm kthvalue linalg_norm linalg_vector_norm logsumexp max median min
 mode nanmean nanmedian norm prod std std_mean var var_mean
@@ -150,21 +121,19 @@ _ALONG = """
 _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum flip log_softmax logcumsumexp roll softmax sort
 """
 _ALONG_LAST_TWO = "inverse linalg_cholesky linalg_inv linalg_matrix_exp matrix_exp tril triu"
-_RESIZED = "diff glu topk"
 _TRANSFORMS = "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn"
 
 LAYOUTS = (
-    LayoutRule("layout.sum", tuple(f"aten::{name}" for name in _SUM.split()), reduction, neutral="zeros"),
-    LayoutRule("layout.mean", ("aten::mean",), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
-    LayoutRule("layout.amax", ("aten::amax",), extremum, neutral=lowest, reduce_op="max"),
-    LayoutRule("layout.amin", ("aten::amin",), extremum, neutral=highest, reduce_op="min"),
-    LayoutRule("layout.reduce_whole", tuple(f"aten::{name}" for name in _WHOLE.split()), whole_reduction),
-    LayoutRule("layout.along", tuple(f"aten::{name}" for name in _ALONG.split()), along),
-    LayoutRule("layout.along_last_two", tuple(f"aten::{name}" for name in _ALONG_LAST_TWO.split()), along_last_two),
-    LayoutRule("layout.resized", tuple(f"aten::{name}" for name in _RESIZED.split()), resized),
-    LayoutRule("layout.transform", tuple(f"aten::{name}" for name in _TRANSFORMS.split()), transform),
-    LayoutRule("layout.similarity", ("aten::cosine_similarity", "aten::pairwise_distance"), similarity),
-    LayoutRule("layout.searchsorted", ("aten::searchsorted", "aten::bucketize"), searchsorted),
-    LayoutRule("layout.histogram", ("aten::histc",), histogram, neutral=beyond),
-    LayoutRule("layout.draws", ("aten::multinomial",), draws),
+    LayoutRule("layout.sum", aten("sum nansum count_nonzero"), reduction, neutral="zeros"),
+    LayoutRule("layout.mean", aten("mean"), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
+    LayoutRule("layout.amax", aten("amax"), reduction, neutral=lowest, reduce_op="max"),
+    LayoutRule("layout.amin", aten("amin"), reduction, neutral=highest, reduce_op="min"),
+    LayoutRule("layout.reduce_whole", aten(_WHOLE), whole_reduction),
+    LayoutRule("layout.along", aten(_ALONG), along),
+    LayoutRule("layout.along_last_two", aten(_ALONG_LAST_TWO), "d... !m !n -> d... m n"),
+    LayoutRule("layout.resized", aten("diff glu topk"), resized),
+    LayoutRule("layout.transform", aten(_TRANSFORMS), transform),
+    LayoutRule("layout.searchsorted", aten("searchsorted bucketize"), searchsorted),
+    LayoutRule("layout.histogram", aten("histc"), histogram, neutral=beyond),
+    LayoutRule("layout.draws", aten("multinomial"), "n... !c -> n... k"),
 )

@@ -1,7 +1,7 @@
 """Views, permutes and repeats: operators that regroup, reorder or repeat dimensions."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size, product, view_map
-from rules.layouts.terms import aligned, dim_of, dims_of, index_map, indices, insert, names_of
+from rules.layouts.terms import aligned, aten, dim_of, dims_of, index_map, indices, insert, names_of, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -64,7 +64,7 @@ def repeat_interleave(call: Call) -> IndexMap | None:
     if counts in call.operands:
         if given is None:
             return None
-        cut = (*terms[:at], ("cut",), *terms[at + 1 :])
+        cut = replaced(terms, at, ("cut",))
         return index_map(call, {"self": terms, "repeats": indices(len(call.shape(1)), "n")}, cut)
     times = divide_exactly(after[at], product(shape) if given is None else shape[at])
     if times is None or call.args["output_size"] is not None:  # `output_size` would have to be localized
@@ -72,7 +72,7 @@ def repeat_interleave(call: Call) -> IndexMap | None:
     sizes = {"r": times, **{f"d{dim}": size for dim, size in enumerate(shape)}}
     if given is None:
         return index_map(call, {"self": terms}, ((*(index for dim in terms for index in dim), "r"),), sizes=sizes)
-    return index_map(call, {"self": terms}, (*terms[:at], (*terms[at], "r"), *terms[at + 1 :]), sizes=sizes)
+    return index_map(call, {"self": terms}, replaced(terms, at, (*terms[at], "r")), sizes=sizes)
 
 
 def transpose(call: Call) -> IndexMap | None:
@@ -115,24 +115,23 @@ def unsqueeze(call: Call) -> IndexMap | None:
     return index_map(call, {"self": terms}, insert(terms, dim_of(call, len(terms) + 1), ()))
 
 
-def as_complex(call: Call) -> IndexMap | None:
-    """d... !2 -> d...: real and imaginary part become one complex number"""
-    terms = indices(len(call.shape()))
-    return index_map(call, {"self": terms}, terms[:-1])
-
-
-def as_real(call: Call) -> IndexMap | None:
-    """d... -> d... 2: a complex number becomes its real and imaginary part"""
-    terms = indices(len(call.shape()))
-    return index_map(call, {"self": terms}, (*terms, ("parts",)))
-
-
 def diagonal(call: Call) -> IndexMap | None:
     """d... !i !j -> d... k"""
+    terms, result = _diagonal(call)
+    return index_map(call, {"self": terms}, result)
+
+
+def scatter_diagonal(call: Call) -> IndexMap | None:
+    """d... !i !j, d... !k -> d... i j"""
+    terms, source = _diagonal(call)
+    return index_map(call, {"self": terms, "src": source}, terms, whole=names_of(terms) - names_of(source))
+
+
+def _diagonal(call: Call) -> tuple[Terms, Terms]:
+    """Returns the terms of the first operand, and those of its diagonal."""
     terms = indices(len(call.shape()))
     taken = {dim_of(call, len(terms), name) for name in ("dim1", "dim2")}
-    others = tuple(term for dim, term in enumerate(terms) if dim not in taken)
-    return index_map(call, {"self": terms}, (*others, ("diagonal",)))
+    return terms, (*(term for dim, term in enumerate(terms) if dim not in taken), ("diagonal",))
 
 
 def diag_embed(call: Call) -> IndexMap | None:
@@ -152,11 +151,11 @@ def unfold(call: Call) -> IndexMap | None:
     if not isinstance(size, int) or not isinstance(step, int) or not shape:
         return None
     if size == step and is_same_size(after[at] * size, shape[at]):
-        cut: Terms = (*terms[:at], ("n", "w"), *terms[at + 1 :])
+        cut: Terms = replaced(terms, at, ("n", "w"))
         sizes: dict[str, Size] = {"n": after[at], "w": size}
-        result = (*terms[:at], ("n",), *terms[at + 1 :], ("w",))
+        result = (*replaced(terms, at, ("n",)), ("w",))
         return index_map(call, {"self": cut}, result, whole=("w",), sizes=sizes)
-    return index_map(call, {"self": terms}, (*terms[:at], ("windows",), *terms[at + 1 :], ("w",)))
+    return index_map(call, {"self": terms}, (*replaced(terms, at, ("windows",)), ("w",)))
 
 
 def meshgrid(call: Call) -> IndexMap | None:
@@ -174,36 +173,24 @@ def meshgrid(call: Call) -> IndexMap | None:
 
 
 LAYOUTS = (
-    LayoutRule("layout.reshape", ("aten::reshape",), view, shape_arg="shape"),
-    LayoutRule("layout.unflatten", ("aten::unflatten",), view, shape_arg="sizes"),
-    LayoutRule(
-        "layout.flatten",
-        ("aten::flatten", "aten::ravel", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"),
-        view,
-    ),
-    LayoutRule("layout.view_as", ("aten::view_as", "aten::reshape_as"), view_as),
-    LayoutRule("layout.expand", ("aten::expand", "aten::broadcast_to"), expand, shape_arg="size"),
-    LayoutRule(
-        "layout.filled",
-        ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty"),
-        filled,
-        shape_arg="size",
-    ),
-    LayoutRule("layout.repeat", ("aten::repeat", "aten::tile"), repeat),
-    LayoutRule("layout.repeat_interleave", ("aten::repeat_interleave",), repeat_interleave),
-    LayoutRule(
-        "layout.transpose",
-        ("aten::transpose", "aten::swapaxes", "aten::t", "aten::mT", "aten::mH", "aten::adjoint"),
-        transpose,
-    ),
-    LayoutRule("layout.permute", ("aten::permute",), permute),
-    LayoutRule("layout.reverse", ("aten::numpy_T", "aten::matrix_H"), reverse),
-    LayoutRule("layout.movedim", ("aten::movedim",), movedim),
-    LayoutRule("layout.unsqueeze", ("aten::unsqueeze",), unsqueeze),
-    LayoutRule("layout.as_complex", ("aten::view_as_complex",), as_complex),
-    LayoutRule("layout.as_real", ("aten::view_as_real",), as_real),
-    LayoutRule("layout.diagonal", ("aten::diagonal",), diagonal),
-    LayoutRule("layout.diag_embed", ("aten::diag_embed",), diag_embed),
-    LayoutRule("layout.unfold", ("aten::unfold",), unfold),
-    LayoutRule("layout.meshgrid", ("aten::meshgrid",), meshgrid),
+    LayoutRule("layout.reshape", aten("reshape"), view, shape_arg="shape"),
+    LayoutRule("layout.unflatten", aten("unflatten"), view, shape_arg="sizes"),
+    LayoutRule("layout.flatten", aten("flatten ravel atleast_1d atleast_2d atleast_3d"), view),
+    LayoutRule("layout.view_as", aten("view_as reshape_as"), view_as),
+    LayoutRule("layout.expand", aten("expand broadcast_to"), expand, shape_arg="size"),
+    LayoutRule("layout.filled", aten("new_zeros new_ones new_full new_empty"), filled, shape_arg="size"),
+    LayoutRule("layout.repeat", aten("repeat tile"), repeat),
+    LayoutRule("layout.repeat_interleave", aten("repeat_interleave"), repeat_interleave),
+    LayoutRule("layout.transpose", aten("transpose swapaxes t mT mH adjoint"), transpose),
+    LayoutRule("layout.permute", aten("permute"), permute),
+    LayoutRule("layout.reverse", aten("numpy_T matrix_H"), reverse),
+    LayoutRule("layout.movedim", aten("movedim"), movedim),
+    LayoutRule("layout.unsqueeze", aten("unsqueeze"), unsqueeze),
+    LayoutRule("layout.as_complex", aten("view_as_complex"), "d... !p -> d..."),
+    LayoutRule("layout.as_real", aten("view_as_real"), "d... -> d... p"),
+    LayoutRule("layout.diagonal", aten("diagonal"), diagonal),
+    LayoutRule("layout.scatter_diagonal", aten("diagonal_scatter"), scatter_diagonal),
+    LayoutRule("layout.diag_embed", aten("diag_embed"), diag_embed),
+    LayoutRule("layout.unfold", aten("unfold"), unfold),
+    LayoutRule("layout.meshgrid", aten("meshgrid"), meshgrid),
 )

@@ -17,6 +17,7 @@ from fxrewrite.spmd import Call, IndexMap, Size, Terms, is_broadcast, is_same_si
 __all__ = [
     "Operands",
     "aligned",
+    "aten",
     "broadcast_shape",
     "dim_of",
     "dims_of",
@@ -24,6 +25,7 @@ __all__ = [
     "indices",
     "insert",
     "names_of",
+    "replaced",
     "unread",
 ]
 
@@ -79,6 +81,11 @@ def _is_operand(call: Call, value: object) -> bool:
     return isinstance(value, fx.Node) and value in call.operands
 
 
+def aten(names: str) -> tuple[str, ...]:
+    """Returns the keys of ATen operators, of their names."""
+    return tuple(f"aten::{name}" for name in names.split())
+
+
 def indices(rank: int, name: str = "d") -> Terms:
     """Returns d0 d1 d2 ..., one index per dimension."""
     return tuple((f"{name}{dim}",) for dim in range(rank))
@@ -92,6 +99,11 @@ def unread(shape: Sequence[Size]) -> Terms:
 def insert(terms: Terms, at: int, *new: tuple[str, ...]) -> Terms:
     """Returns `terms` with the dimensions `new` inserted before dimension `at`."""
     return (*terms[:at], *new, *terms[at:])
+
+
+def replaced(terms: Terms, at: int, *new: tuple[str, ...]) -> Terms:
+    """Returns `terms` with the dimensions `new`, or none, in the place of dimension `at`."""
+    return (*terms[:at], *new, *terms[at + 1 :])
 
 
 def aligned(shape: Sequence[Size], full: Sequence[Size], terms: Terms) -> Terms:

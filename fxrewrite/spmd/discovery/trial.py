@@ -17,7 +17,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import Gathered
 from fxrewrite.spmd.layouts.notation import IndexMap
-from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules
+from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Replicate, Shard, as_placement
 from fxrewrite.spmd.redistribute import redistribute
 
@@ -48,9 +48,7 @@ def index_map_of(
     """The rule of a call and its indices; None where no rule speaks of it. Nothing is run but on fake tensors."""
     if not any(rules.get(key) for key in possible_keys(target)):
         return None
-    call = Call.of(_Trial(target, args, kwargs or {}).traced())
-    rule = rules.get(call.key)
-    indices = rule.map(call) if rule is not None else None
+    _, rule, indices = rules.of(_Trial(target, args, kwargs or {}).traced())
     return None if rule is None or indices is None else (rule, indices)
 
 

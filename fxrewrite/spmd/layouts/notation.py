@@ -5,20 +5,22 @@
 
 An index that is in an operand and in a result can be sharded without communication. One that is only in operands is
 contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
-dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial
-sums when it is there. A dimension that is made of two, as a view makes it and as texts write it, `(b s)`, is not
-read here: `view_map` and functions of a call give such maps.
+dimensions; `~x...` is any number in each operand, and they broadcast from the right. `x?` marks an operand that may be
+absent. `+` marks an operand that is added once, which forbids partial sums when it is there. A dimension that is made
+of two, as a view makes it and as texts write it, `(b s)`, is not read here: `view_map` and functions of a call give
+such maps.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
+from fxrewrite.graph.sizes import Size, divide_exactly, is_broadcast, is_same_size, product, size_hint
 from fxrewrite.spmd.placement import Placement, Replicate, Shard
 
 __all__ = ["Dim", "IndexMap", "IndexPart", "Terms", "parse", "view_map"]
@@ -92,79 +94,72 @@ class Notation:
 
     text: str
     operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
     optional: frozenset[int]
     added: frozenset[int]
-    results: tuple[tuple[str, ...], ...]
-    whole: frozenset[str] = field(default=frozenset())
+    whole: frozenset[str]
+    broadcast: frozenset[str]
 
     def bind(
         self, shapes: Sequence[Sequence[Size] | None], result_shapes: Sequence[Sequence[Size]] = ()
     ) -> IndexMap | None:
         """The indices of a call whose operands have `shapes` (None: absent); None where the ranks do not fit.
 
-        An index that results alone have must be whole: no rank could compute a chunk of it from chunks of operands.
+        A dimension of size 1 broadcasts if its index is longer in another operand. An operand that is added may lack
+        first dimensions. An index that results alone have must be whole: no rank could compute a chunk of it from
+        chunks of operands.
         """
-        if len(shapes) > len(self.operands):
+        absent = [None] * (len(self.operands) - len(shapes))
+        present = {position: shape for position, shape in enumerate((*shapes, *absent)) if shape is not None}
+        required = set(range(len(self.operands))) - self.optional
+        if len(shapes) > len(self.operands) or not required <= present.keys():
             return None
-        sizes: dict[str, Size] = {}
-        spread: dict[str, int] = {}
-        operands: list[Terms] = []
-        whole = set(self.whole)
-        for position, names in enumerate(self.operands):
-            shape = shapes[position] if position < len(shapes) else None
-            if shape is None:
-                if position not in self.optional:
-                    return None
-                continue
-            terms = _bind_terms(names, shape, sizes, spread)
-            if terms is None:
+        spread, own = dict[str, int](), dict[int, int]()
+        for position, shape in present.items():
+            names = self.operands[position]
+            repeated = [name for name in names if name.endswith("...")]
+            missing = len(shape) - (len(names) - len(repeated))
+            if repeated and missing >= 0:
+                known = spread.get(repeated[0], missing)
+                spread[repeated[0]], own[position] = max(known, missing), missing
+                fits = known == missing or repeated[0] in self.broadcast
+            else:
+                fits = missing == 0 or (missing < 0 and position in self.added)
+            if not fits:
                 return None
-            operands.append(terms)
-        results = tuple(tuple((name,) for name in _spread(names, spread)) for names in self.results)
-        present = [i for i in range(len(self.operands)) if i < len(shapes) and shapes[i] is not None]
-        if any(position in self.added for position in present):
-            kept = {index for terms in results for dim in terms for index in dim}
-            whole |= set(sizes) - kept
-        whole |= {f"{name}{i}" for name in self.whole if name in spread for i in range(spread[name])}
-        for terms, shape in zip(results, result_shapes, strict=False):
-            for (index,), size in zip(terms, shape, strict=False):  # a result that is no tensor has no shape
-                if index not in sizes:
-                    sizes[index] = size
-                    whole.add(index)
-        return IndexMap(tuple(operands), results, sizes, frozenset(whole))
+        operands = [(_spread(self.operands[i], spread, own.get(i)), shape) for i, shape in present.items()]
+        operands = [(names[len(names) - len(shape) :], shape) for names, shape in operands]
+        sizes: dict[str, Size] = {}
+        for name, size in (pair for names, shape in operands for pair in zip(names, shape, strict=True)):
+            if name not in sizes or is_same_size(sizes[name], 1):
+                sizes[name] = size
+        terms = tuple(
+            tuple(() if is_broadcast(size, sizes[name]) else (name,) for name, size in zip(names, shape, strict=True))
+            for names, shape in operands
+        )
+        results = [_spread(names, spread) for names in self.results]
+        whole = {name for names in self.whole for name in _spread((names,), spread)}
+        if not self.added.isdisjoint(present):
+            whole |= sizes.keys() - {name for names in results for name in names}
+        for names, shape in zip(results, result_shapes, strict=False):
+            for name, size in zip(names, shape, strict=False):  # a result that is no tensor has no shape
+                if name not in sizes:
+                    sizes[name] = size
+                    whole.add(name)
+        of_results = tuple(tuple((name,) for name in names) for names in results)
+        return IndexMap(terms, of_results, sizes, frozenset(whole))
 
 
-def _spread(names: tuple[str, ...], spread: Mapping[str, int]) -> list[str]:
+def _spread(names: tuple[str, ...], spread: Mapping[str, int], own: int | None = None) -> list[str]:
+    """The names, of which one that is repeated is that of as many dimensions as it stands for, or of the last `own`."""
     expanded: list[str] = []
     for name in names:
         if name.endswith("..."):
-            expanded += [f"{name[:-3]}{i}" for i in range(spread.get(name[:-3], 0))]
+            count = spread.get(name, 0)
+            expanded += [f"{name[:-3]}{i}" for i in range(count - (count if own is None else own), count)]
         else:
             expanded.append(name)
     return expanded
-
-
-def _bind_terms(
-    names: tuple[str, ...], shape: Sequence[Size], sizes: dict[str, Size], spread: dict[str, int]
-) -> Terms | None:
-    repeated = [name for name in names if name.endswith("...")]
-    missing = len(shape) - (len(names) - len(repeated))
-    if missing < 0 or (missing and not repeated):
-        return None
-    if repeated and spread.setdefault(repeated[0][:-3], missing) != missing:
-        return None
-    terms: list[Dim] = []
-    for name, size in zip(_spread(names, spread), shape, strict=True):
-        known = sizes.setdefault(name, size)
-        if is_same_size(known, size):
-            terms.append((name,))
-        elif is_same_size(size, 1):
-            terms.append(())  # broadcast
-        elif is_same_size(known, 1):
-            return None  # the first operand broadcasts: say so with a rule function
-        else:
-            terms.append((name,))
-    return tuple(terms)
 
 
 @cache
@@ -173,26 +168,34 @@ def parse(text: str) -> Notation:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise ValueError(f"index notation {text!r}: expected operands '->' results")
-    operands, optional, added, whole = [], set[int](), set[int](), set[str]()
+    operands, optional, added = list[tuple[str, ...]](), set[int](), set[int]()
+    marked = defaultdict[str, set[str]](set)
     for position, part in enumerate(map(str.strip, left.split(","))):
         if part.startswith("+"):
             added.add(position)
         if part.endswith("?"):
             optional.add(position)
-        operands.append(_names(part.removeprefix("+").removesuffix("?").strip(), whole, text))
-    results = tuple(_names(part.strip(), whole, text) for part in right.split(","))
-    return Notation(text, tuple(operands), frozenset(optional), frozenset(added), results, frozenset(whole))
+        operands.append(_names(part.removeprefix("+").removesuffix("?").strip(), marked, text))
+    results = tuple(_names(part.strip(), marked, text) for part in right.split(","))
+    return Notation(
+        text,
+        tuple(operands),
+        results,
+        optional=frozenset(optional),
+        added=frozenset(added),
+        whole=frozenset(marked["!"]),
+        broadcast=frozenset(marked["~"]),
+    )
 
 
-def _names(part: str, whole: set[str], text: str) -> tuple[str, ...]:
-    names = []
+def _names(part: str, marked: dict[str, set[str]], text: str) -> tuple[str, ...]:
+    """The names of the dimensions of one tensor; what is before a name, `!` or `~`, says what it is marked as."""
+    names: list[str] = []
     for word in part.split():
-        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?", word):
-            raise ValueError(f"index notation {text!r}: {word!r} is not an index such as s, !s or b...")
-        name = word.removeprefix("!")
-        if word.startswith("!"):
-            whole.add(name.removesuffix("..."))
-        names.append(name)
+        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?|~[A-Za-z]+\.\.\.", word):
+            raise ValueError(f"index notation {text!r}: {word!r} is not an index such as s, !s, b... or ~b...")
+        names.append(word.lstrip("!~"))
+        marked[word.removesuffix(names[-1])].add(names[-1])
     return tuple(names)
 
 

@@ -47,9 +47,8 @@ class Call:
         return any(is_read_from_data(size) for shape in shapes for size in shape)
 
     def result_shapes(self) -> list[Sequence[Size]]:
-        value = self.node.meta["val"]
-        values = value if isinstance(value, (list, tuple)) else [value]
-        return [v.shape if isinstance(v, torch.Tensor) else () for v in values]
+        """The global shape of each result; none of its dimensions for what is no tensor."""
+        return [value.shape if isinstance(value, torch.Tensor) else () for value in results_of(self.node)]
 
     def optional_shapes(self) -> list[Sequence[Size] | None]:
         """One shape for each tensor-typed argument of the schema, None where it is absent."""
@@ -66,6 +65,12 @@ class Call:
 def tensor_of(node: fx.Node) -> torch.Tensor:
     """The fake tensor that `node` holds."""
     return node.meta["val"]
+
+
+def results_of(node: fx.Node) -> Sequence[Any]:
+    """What a node gives, several values or one."""
+    value = node.meta.get("val")
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_tensor_node(value: Any) -> bool:
@@ -154,42 +159,33 @@ class LayoutRule:
             raise RuleDefinitionError(
                 f"layout rule {self.id}: move_to names {missing[0]!r}, and no operand of {notation.text!r} has it"
             )
-        for op in self.ops:
-            self._check_operator(op, notation)
-        self._check_lengths()
+        self._check_schemas(notation)
 
-    def _check_lengths(self) -> None:
-        """Raise if an argument that states lengths is one of no operator; those of one rule may name it otherwise."""
-        packets = [named_operator(op) for op in self.ops if "::" in op]
-        schemas = [
-            s for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket) for s in schemas_of(packet)
-        ]
-        known = dict.fromkeys(name for schema in schemas for name in schema.names)
-        for name in self.length_args if known else ():
-            if name not in known:
-                near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-                raise RuleDefinitionError(
-                    f"layout rule {self.id}: {', '.join(self.ops)} has no argument {name!r}{near}"
-                )
-
-    def _check_operator(self, op: str, notation: Notation | None) -> None:
+    def _check_schemas(self, notation: Notation | None) -> None:
         """Raise if there is no such operator, or if no overload of it has the operands and arguments that are named."""
-        if "::" not in op:
-            return  # a Python callable, of which there is no list
-        packet = named_operator(op)
-        if packet is None:
-            raise RuleDefinitionError(f"layout rule {self.id}: {no_operator(op)}")
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
-            return
-        schemas = schemas_of(packet)
-        if notation is not None and not any(_takes(notation, schema) for schema in schemas):
-            counts = sorted({_num_tensors(schema) for schema in schemas})
-            raise RuleDefinitionError(
-                f"layout rule {self.id}: {notation.text!r} has {len(notation.operands)} operands, and {op} takes "
-                f"{' or '.join(map(str, counts))} tensors; write one operand for each, and `x?` where it may be absent"
-            )
+        known: list[Schema] = []
+        for op in (op for op in self.ops if "::" in op):  # of Python callables there is no list
+            packet = named_operator(op)
+            if packet is None:
+                raise RuleDefinitionError(f"layout rule {self.id}: {no_operator(op)}")
+            if not isinstance(packet, torch._ops.OpOverloadPacket):
+                continue
+            schemas = schemas_of(packet)
+            if notation is not None and not any(_takes(notation, schema) for schema in schemas):
+                counts = sorted({len(_tensors(schema)) for schema in schemas})
+                takes = f"{op} takes {' or '.join(map(str, counts))} tensors"
+                raise RuleDefinitionError(
+                    f"layout rule {self.id}: {notation.text!r} has {len(notation.operands)} operands, and {takes}; "
+                    "write one operand for each, and `x?` where it may be absent"
+                )
+            self._check_arguments(op, schemas, (self.shape_arg, *(name for name, _ in self.run_args)))
+            known += schemas
+        if known:  # lengths of one rule's operators may have other names
+            self._check_arguments(", ".join(self.ops), known, self.length_args)
+
+    def _check_arguments(self, op: str, schemas: Sequence[Schema], names: Iterable[str]) -> None:
         known = dict.fromkeys(name for schema in schemas for name in schema.names)
-        for name in filter(None, (self.shape_arg, *(argument for argument, _ in self.run_args))):
+        for name in filter(None, names):
             if name not in known:
                 near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
                 raise RuleDefinitionError(f"layout rule {self.id}: {op} has no argument {name!r}{near}")
@@ -250,26 +246,21 @@ class LayoutRule:
 
 def _takes(notation: Notation, schema: Schema) -> bool:
     """Whether the operands of the notation can be the tensors of a call; lists hold any number of them."""
-    count = _num_tensors(schema)
-    absent = set(range(count, len(notation.operands)))
-    return _takes_list(schema) or (count <= len(notation.operands) and absent <= notation.optional)
+    kinds = _tensors(schema)
+    absent = set(range(len(kinds), len(notation.operands)))
+    has_list = any(kind.startswith("List[") for kind in kinds)
+    return has_list or (len(kinds) <= len(notation.operands) and absent <= notation.optional)
 
 
-def _num_tensors(schema: Schema) -> int:
-    return sum("Tensor" in parameter.kind for parameter in schema.parameters)
-
-
-def _takes_list(schema: Schema) -> bool:
-    return any(parameter.kind.startswith("List[") and "Tensor" in parameter.kind for parameter in schema.parameters)
+def _tensors(schema: Schema) -> list[str]:
+    """The types of the parameters that are tensors, or lists of them."""
+    return [parameter.kind for parameter in schema.parameters if "Tensor" in parameter.kind]
 
 
 def _gives_results_of(call: Call, indices: IndexMap) -> bool:
     """Whether the results of the notation have the dimensions and sizes that those of the call have."""
-    value = call.node.meta["val"]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    if len(values) != len(indices.results):
-        return False
-    return all(
+    values = results_of(call.node)
+    return len(values) == len(indices.results) and all(
         len(terms) == len(result.shape)
         and all(is_same_size(indices.sizes[dim[0]], size) for dim, size in zip(terms, result.shape, strict=True))
         for terms, result in zip(indices.results, values, strict=True)
@@ -301,6 +292,15 @@ class LayoutRules:
 
     def get(self, op: str) -> LayoutRule | None:
         return self._by_op.get(op)
+
+    def of(self, node: fx.Node) -> tuple[Call, LayoutRule | None, IndexMap | None]:
+        """A call, its rule, and its indices; None where there is no rule, and where that cannot tell the indices.
+
+        Of a call with a size that depends on data they are not known: no rank can count its part.
+        """
+        call = Call.of(node)
+        rule = self.get(call.key)
+        return call, rule, None if rule is None or call.reads_sizes else rule.map(call)
 
     def __iter__(self) -> Iterator[LayoutRule]:
         return iter(self.rules)

@@ -26,7 +26,7 @@ Source: PyTorch, torch/distributed/_functional_collectives.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -136,13 +136,16 @@ class Lowering:
             x = self.cut_back(x, src, dst)
         return self.reshape(x, local_shape(self.shape, dst, self.num_ranks))
 
+    def runs(self, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
+        """What a rank holds under `src`; the dimension that `dst` cuts becomes three: runs, entries, their elements."""
+        shape = local_shape(self.shape, src, self.num_ranks)
+        cut = dst.outer, num_entries(self.shape, dst), dst.inner
+        return self.reshape(x, [*shape[: dst.dim], *cut, *shape[dst.dim + 1 :]])
+
     def padded(self, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
         """`x`, whose entries `dst` will cut into chunks, with the last one repeated until the ranks divide them."""
-        shape = local_shape(self.shape, src, self.num_ranks)
-        entries = num_entries(self.shape, dst)
-        runs = self.reshape(x, [*shape[: dst.dim], dst.outer, entries, dst.inner, *shape[dst.dim + 1 :]])
-        rows = self._entry_nodes().of_all_chunks(entries, x.node.meta["val"].device)
-        return aten.index_select(runs, dst.dim + 1, self.match.proxy(rows))
+        rows = self._entry_nodes().of_all_chunks(num_entries(self.shape, dst), x.node.meta["val"].device)
+        return aten.index_select(self.runs(x, src, dst), dst.dim + 1, self.match.proxy(rows))
 
     def cut_back(self, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
         """`x`, the gathered chunks of all ranks, without padding."""
@@ -155,13 +158,16 @@ class Lowering:
 
     def held(self, x: fx.Proxy, dst: Shard) -> fx.Proxy:
         """The rank's chunk of `x`, which is whole, with the last entry repeated for what is padding."""
-        entries = num_entries(self.shape, dst)
-        rows = self.match.proxy(self._entry_nodes().held(entries, x.node.meta["val"].device))
-        if len(self.pieces(dst, Replicate())) == len(self.shape):
-            return aten.index_select(x, dst.dim, rows)
-        runs = [*self.shape[: dst.dim], dst.outer, entries, dst.inner, *self.shape[dst.dim + 1 :]]
-        chunk = aten.index_select(self.reshape(x, runs), dst.dim + 1, rows)
-        return self.reshape(chunk, local_shape(self.shape, dst, self.num_ranks))
+        is_one_run = is_same_size(dst.outer, 1) and is_same_size(dst.inner, 1)
+        runs, dim = (x, dst.dim) if is_one_run else (self.runs(x, Replicate(), dst), dst.dim + 1)
+        if dst.uneven:
+            rows = self._entry_nodes().held(num_entries(self.shape, dst), x.node.meta["val"].device)
+            chunk = aten.index_select(runs, dim, self.match.proxy(rows))
+        else:
+            size = self.size(self.chunk(dst))
+            start = self.match.proxy(rank_node(self.match.edit, self.axis)) * size
+            chunk = aten.narrow(runs, dim, start, size)
+        return chunk if is_one_run else self.reshape(chunk, local_shape(self.shape, dst, self.num_ranks))
 
     def cleared(self, x: fx.Proxy, placement: Shard, fill: float) -> fx.Proxy:
         """The rank's chunk `x`, with `fill` for what is padding."""
@@ -209,18 +215,7 @@ def _lowering(match: Match) -> Lowering:
 def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     """The rank's chunk of a value that every rank holds."""
     low = _lowering(match)
-    if dst.uneven:
-        return low.settled(low.held(x, dst), match.root)
-    pieces = low.pieces(Replicate(), dst)
-    at = [name for name, _ in pieces].index("dst") - 1
-    sizes = [size for name, size in pieces if name != "to"]
-    sizes[at] = num_entries(low.shape, dst)
-    chunk = low.size(pieces[at + 1][1])
-    start = match.proxy(rank_node(match.edit, low.axis)) * chunk
-    if len(sizes) == len(low.shape):
-        return aten.narrow(x, at, start, chunk)
-    cut = aten.narrow(low.reshape(x, sizes), at, start, chunk)
-    return low.settled(low.reshape(cut, local_shape(low.shape, dst, low.num_ranks)), match.root)
+    return low.settled(low.held(x, dst), match.root)
 
 
 redistribution = op(redistribute, cap("x"), cap("src", Literal), cap("dst", Literal), cap("axis", Literal))
@@ -239,37 +234,38 @@ def nothing_moves(src: Placement, dst: Placement, axis: Axis) -> bool:
     return axis.size == 1 or is_same_placement(src, dst)
 
 
-stays = Rule("collectives.stays", Pattern((redistribution,), (nothing_moves,)))
-slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replicate, Shard),)))
-all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicate),)))
-all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
-all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicate),)))
-own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicate, Partial),)))
-own_chunk = Rule("collectives.own_chunk", Pattern((redistribution,), (moves(Shard, Partial),)))
-reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
+def _lowers(name: str, condition: Constraint) -> Callable[[Callable[..., fx.Proxy]], Rule]:
+    """Decorator: the rule that makes a redistribution, if it meets the condition, what the function writes."""
+
+    def rule_of(function: Callable[..., fx.Proxy]) -> Rule:
+        made = Rule(f"collectives.{name}", Pattern((redistribution,), (condition,)))
+        made.replacement(function)
+        return made
+
+    return rule_of
 
 
-@stays.replacement
-def _(match: Match, x: fx.Proxy) -> fx.Proxy:
+@_lowers("stays", nothing_moves)
+def stays(x: fx.Proxy) -> fx.Proxy:
     """the value itself"""
     return x
 
 
-@slice_chunk.replacement
-def _(match: Match, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
+@_lowers("slice", moves(Replicate, Shard))
+def slice_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     """the rank's chunk"""
     return take_chunk(match, x, dst)
 
 
-@all_gather.replacement
-def _(match: Match, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
+@_lowers("all_gather", moves(Shard, Replicate))
+def all_gather(match: Match, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
     """all-gather"""
     low = _lowering(match)
     return low.settled(low.exchange("all_gather", x, src, dst), match.root)
 
 
-@all_to_all.replacement
-def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
+@_lowers("all_to_all", moves(Shard, Shard))
+def all_to_all(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
     """all-to-all"""
     low = _lowering(match)
     if src.dim == dst.dim:  # other runs of one dimension: by way of the whole value
@@ -277,8 +273,8 @@ def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
     return low.settled(low.exchange("all_to_all", x, src, dst), match.root)
 
 
-@all_reduce.replacement
-def _(match: Match, x: fx.Proxy, src: Partial, dst: Placement) -> fx.Proxy:
+@_lowers("all_reduce", moves(Partial, Replicate))
+def all_reduce(match: Match, x: fx.Proxy, src: Partial) -> fx.Proxy:
     """all-reduce"""
     low = _lowering(match)
     if COMPLETE.of(match.root):  # backward sends nothing
@@ -302,17 +298,17 @@ def reduced(low: Lowering, x: fx.Proxy, reduce_op: ReduceOp) -> fx.Proxy:
     return aten.masked_fill(aten.select(both, -1, 0), aten.ne(aten.select(both, -1, 1), 0), math.nan)
 
 
-@reduce_scatter.replacement
-def _(match: Match, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
+@_lowers("reduce_scatter", moves(Partial, Shard))
+def reduce_scatter(match: Match, x: fx.Proxy, src: Partial, dst: Shard) -> fx.Proxy:
     """reduce-scatter"""
     low = _lowering(match)
-    if isinstance(src, Partial) and src.reduce_op != "sum":
+    if src.reduce_op != "sum":
         return take_chunk(match, reduced(low, x, src.reduce_op), dst)
     return low.settled(low.exchange("reduce_scatter", x, src, dst), match.root)
 
 
-@own_summand.replacement
-def _(match: Match, x: fx.Proxy, src: Placement, dst: Partial) -> fx.Proxy:
+@_lowers("own_summand", moves(Replicate, Partial))
+def own_summand(match: Match, x: fx.Proxy, dst: Partial) -> fx.Proxy:
     """the value on the axis's first rank, zeros on the others"""
     if dst.reduce_op != "sum":
         return x  # the maximum of equal values is any of them
@@ -321,8 +317,8 @@ def _(match: Match, x: fx.Proxy, src: Placement, dst: Partial) -> fx.Proxy:
     return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
 
 
-@own_chunk.replacement
-def _(match: Match, x: fx.Proxy, src: Shard, dst: Partial) -> fx.Proxy:
+@_lowers("own_chunk", moves(Shard, Partial))
+def own_chunk(match: Match, x: fx.Proxy, src: Shard, dst: Partial) -> fx.Proxy:
     """the rank's chunk, and zeros in place of the others"""
     low = _lowering(match)
     if dst.reduce_op != "sum":  # zeros may be greater; the maximum of equal values is any of them

@@ -10,7 +10,7 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import is_random, key
 from fxrewrite.report import Report
-from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.facts import result_placements
 from fxrewrite.spmd.placement import Shard
 
 __all__ = ["RefuseShardedDraws", "draws_on_chunk"]
@@ -18,9 +18,7 @@ __all__ = ["RefuseShardedDraws", "draws_on_chunk"]
 
 def draws_on_chunk(node: fx.Node) -> bool:
     """Whether the node draws random numbers for the part of a value that one rank holds."""
-    placements = PLACEMENT.of(node)
-    placements = placements if isinstance(placements, tuple) else (placements,)
-    return any(isinstance(placement, Shard) for placement in placements) and is_random(node)
+    return any(isinstance(placement, Shard) for placement in result_placements(node)) and is_random(node)
 
 
 class RefuseShardedDraws:

@@ -26,19 +26,6 @@ from fxrewrite.spmd.group import COLLECTIVES
 __all__ = ["GATHER_CAST", "MEAN_GRADIENT", "MEAN_GRADIENTS", "PASS_GRADIENT", "SCALE_GRADIENT"]
 
 
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.ranks = group, ranks
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total = COLLECTIVES["wait"](COLLECTIVES["all_reduce"](grad.contiguous(), "sum", ctx.group))
-        return total / ctx.ranks, None, None
-
-
 class _Means(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, ranks: int, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -48,7 +35,8 @@ class _Means(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        row = torch.cat([grad.reshape(-1) for grad in grads])
+        rows = [grad.reshape(-1) for grad in grads]
+        row = torch.cat(rows) if len(rows) > 1 else rows[0].contiguous()
         mean = COLLECTIVES["wait"](COLLECTIVES["all_reduce"](row, "sum", ctx.group)) / ctx.ranks
         parts = mean.split([grad.numel() for grad in grads])
         return None, None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
@@ -83,7 +71,10 @@ class _GatherCast(torch.autograd.Function):
 _LIBRARY = torch.library.Library("fxrewrite", "FRAGMENT")
 for _schema, _function in (
     ("scale_gradient(Tensor(a) x, float factor) -> Tensor(a)", lambda x, factor: _Passed.apply(x, x, factor)),
-    ("mean_gradient(Tensor(a) x, str group_name, int ranks) -> Tensor(a)", _Mean.apply),
+    (
+        "mean_gradient(Tensor(a) x, str group_name, int ranks) -> Tensor(a)",
+        lambda x, group, ranks: _Means.apply(group, ranks, x)[0],
+    ),
     (
         "mean_gradients(Tensor(a)[] xs, str group_name, int ranks) -> Tensor(a)[]",
         lambda xs, group, ranks: list(_Means.apply(group, ranks, *xs)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,14 @@ from fxrewrite.match import Match
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.placement import Axis, Shard, local_shape
 
-__all__ = ["EntryNodes", "entry_nodes", "rank_node", "size_nodes", "size_proxy"]
+__all__ = ["EntryNodes", "entry_nodes", "first_call", "rank_node", "size_nodes", "size_proxy"]
 
 aten = torch.ops.aten
+
+
+def first_call(edit: Edit) -> fx.Node:
+    """The first node that is not an input, which may be one that another axis has put after inputs."""
+    return next(node for node in edit.graph.nodes if node.op != "placeholder")
 
 
 def size_nodes(edit: Edit) -> SizeNodes:
@@ -45,9 +49,8 @@ def rank_node(edit: Edit, axis: Axis) -> fx.Node:
     """The node that holds this rank's position on the axis."""
     made: dict[Axis, fx.Node] = edit.shared("ranks", dict)
     if axis not in made or not is_there(made[axis]):
-        first = next(node for node in edit.graph.nodes if node.op != "placeholder")
         # its value is 0 for shape computations only: shapes are equal on all ranks, and so is the graph's text
-        rank = edit.call(axis_rank, (axis.group,), before=first, val=0)
+        rank = edit.call(axis_rank, (axis.group,), before=first_call(edit), val=0)
         edit.set_meta(rank, "axis", axis.name)
         made[axis] = size_nodes(edit).add_first(rank)
     return made[axis]
@@ -72,17 +75,15 @@ class EntryNodes:
 
     def held(self, entries: Size, device: torch.device) -> fx.Node:
         """The entries in this rank's chunk, `[ceil(S / P)]`; padding is the last one again."""
-        return self._once("held", entries, device, lambda: self._at_most(self._numbers(entries, device), entries))
+        return self._at_most(self._numbers(entries, device), entries)
 
     def is_padding(self, entries: Size, device: torch.device) -> fx.Node:
         """What of this rank's chunk is padding, `[ceil(S / P)]` of bool."""
-        numbers = self._numbers(entries, device)
-        return self._once("is_padding", entries, device, lambda: self._call(aten.ge.Scalar, numbers, entries))
+        return self._call(aten.ge.Scalar, self._numbers(entries, device), entries)
 
     def of_all_chunks(self, entries: Size, device: torch.device) -> fx.Node:
         """The entries in all chunks, `[P * ceil(S / P)]`; padding is the last one again."""
-        total = self.chunk(entries) * self._axis.size
-        return self._once("of_all_chunks", entries, device, lambda: self._at_most(self._arange(total, device), entries))
+        return self._at_most(self._arange(self.chunk(entries) * self._axis.size, device), entries)
 
     def chunk(self, entries: Size) -> Size:
         """How many entries a chunk has: ceil(S / P)."""
@@ -90,27 +91,21 @@ class EntryNodes:
 
     def _numbers(self, entries: Size, device: torch.device) -> fx.Node:
         """The entries in this rank's chunk, counted on after the last."""
-
-        def make() -> fx.Node:
-            chunk, rank = self.chunk(entries), rank_node(self._edit, self._axis)
-            product = self._edit.call(operator.mul, (rank, self._sizes(chunk)), before=self._sizes.anchor, val=0)
-            first = self._sizes.add_last(product)
-            return self._call(aten.add.Tensor, self._arange(chunk, device), first)
-
-        return self._once("numbers", entries, device, make)
+        chunk = self.chunk(entries)
+        first = self._call(operator.mul, rank_node(self._edit, self._axis), chunk, val=0)
+        return self._call(aten.add.Tensor, self._arange(chunk, device), first)
 
     def _arange(self, size: Size, device: torch.device) -> fx.Node:
-        return self._call(aten.arange.default, size, device=device, pin_memory=False)
+        return self._call(aten.arange.default, size, kwargs={"device": device, "pin_memory": False})
 
     def _at_most(self, numbers: fx.Node, entries: Size) -> fx.Node:
         return self._call(aten.clamp_max.default, numbers, entries - 1)
 
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def _call(self, target: Any, *args: Any, **how: Any) -> fx.Node:
+        """The call, which the graph has once: what asks for the same is given the same node."""
         written = tuple(arg if isinstance(arg, fx.Node) else self._sizes(arg) for arg in args)
-        return self._sizes.add_last(self._edit.call(target, written, kwargs, before=self._sizes.anchor))
-
-    def _once(self, what: str, entries: Size, device: torch.device, make: Callable[[], fx.Node]) -> fx.Node:
-        at = (what, entries if isinstance(entries, int) else entries.node.expr, device)
+        at = target, written, str(how)
         if at not in self._made or not is_there(self._made[at]):
-            self._made[at] = make()
+            made = self._edit.call(target, written, before=self._sizes.anchor, **how)
+            self._made[at] = self._sizes.add_last(made)
         return self._made[at]

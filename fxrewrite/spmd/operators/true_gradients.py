@@ -1,8 +1,8 @@
 """A custom backward that is not linear is given the gradients that one device would give it.
 
-Ranks return the same loss, and gradients are averaged over them. So what arrives as a gradient is P times the
-gradient's chunk where the result is sharded, and a summand of P times the gradient where every rank has it whole.
-Backwards that are linear never notice. One that is not, since it clips or takes a sign, gets
+What arrives as a gradient is P times the gradient's chunk where the result is sharded, and a summand of P times the
+gradient where every rank has it whole (`fxrewrite.spmd.propagation.cotangents`). Backwards that are linear never
+notice. One that is not, since it clips or takes a sign, gets
 
     sharded    backward(dy / P) * P
     own        the same: where each rank has a batch of its own, the loss is the mean of theirs

@@ -1,16 +1,8 @@
 """What a way to run something costs one rank: bytes that it sends, what it computes, parameters that it holds.
 
 A `Price` is compared by its total, in bytes: operations count as the bytes that are sent in their time. Bytes are
-those of the collectives:
-
-    S(a) -> S(b)   all-to-all        of its chunk, all but the part that it keeps
-    S    -> R      all-gather        its chunk, to each of the others
-    P    -> S      reduce-scatter    of its summand, all but the part that it keeps
-    P    -> R      all-reduce        both, one after the other
-    R    -> any    nothing: a rank takes its part of what it has
-    S    -> P      nothing, where the summands are added: a rank has its chunk among zeros
-
-All ranks take part in a ring, as NCCL's do for large values, which is the least that can be sent.
+those of the collectives that `fxrewrite.spmd.lower.collectives` makes of redistributions. All ranks take part in a
+ring, as NCCL's do for large values, which is the least that can be sent.
 """
 
 from __future__ import annotations

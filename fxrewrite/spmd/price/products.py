@@ -6,7 +6,7 @@ multiply by who defines them, or has the rules for them, as attention's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from torch import fx
@@ -21,7 +21,6 @@ __all__ = [
     "declare_product",
     "is_product",
     "operations",
-    "share_of",
 ]
 
 Count = Callable[[Size], int]
@@ -90,15 +89,7 @@ def operations(node: fx.Node, count: Count = size_hint) -> float:
 def backward_operations(node: fx.Node, differentiated: Container[fx.Node], count: Count = size_hint) -> float:
     """Those of the backward pass, where gradients flow to the values that are `differentiated`."""
     declared = _PRODUCTS.get(key(node))
-    if declared is None:
-        return 0.0
-    times = declared.backward
+    times = 0.0 if declared is None else declared.backward
     if isinstance(times, tuple):
         times = sum(bind(node)[name] in differentiated for name in times)
-    return times * declared.operations(Call.of(node), count)
-
-
-def share_of(some: Iterable[fx.Node], of: Iterable[fx.Node]) -> float:
-    """The share of the operations, between 0 and 1; 0 where there are none."""
-    total = sum(map(operations, of))
-    return sum(map(operations, some)) / total if total else 0.0
+    return times * operations(node, count)

@@ -26,7 +26,7 @@ from fxrewrite.ops import has_inexact, is_random, is_tensor, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import ReadOwn, Summed
-from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.facts import set_placements
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
 from fxrewrite.spmd.operators.true_gradients import give_true_gradients
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
@@ -53,8 +53,7 @@ class _Body:
         """The placements that the body's operators require of a value; its output takes any."""
         for user in operand.users:
             if user.op != "output":
-                required = zip(operands_of(user), self.decisions[user].required, strict=True)
-                yield from (want for found, want in required if found is operand)
+                yield from self.decisions[user].required_of(operands_of(user), operand)
 
     def why_not(self) -> str:
         """Why the body cannot run so without communication, or ''."""
@@ -75,10 +74,7 @@ class _Body:
     def localize(self) -> None:
         """Note the placement of its value on every node."""
         for node in self.edit.nodes():
-            produced = self.decisions[node].produced
-            if produced:
-                is_many = isinstance(value(node), (list, tuple))
-                self.edit.set_fact(node, PLACEMENT, produced if is_many else produced[0])
+            set_placements(self.edit, node, self.decisions[node].produced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,9 @@ are equal on all ranks, adjoints are free. Complete ones are summands, too (thei
 An operator that every rank runs on whole values passes on what it gets. One that runs on chunks gives each replicated
 operand a summand. So the values whose cotangents are complete are one side of a cut, and an edge that crosses it pays
 an all-reduce: the minimum cut says where cotangents are summed, as once for q, k and v after a norm, and not at every
-weight. The loss is complete where it leaves the graph. What the caller does with gradients of inputs decides for them:
-
-    "done"   nothing: an input that is held whole is complete; where it is read as summands, that is an all-reduce
-    "mean"   averages over the axis, as replicas do that average: summands are right, and nothing here communicates
-    "sum"    sums over the axis: as "mean", and the input divides its gradient by P
-
-An input that is held in shards divides its gradient by P. Both are one node after the input (`gradient_ops`).
+weight. The loss is complete where it leaves the graph. Inputs that are held whole are complete where the caller reduces
+nothing (`SpmdContext.gradients`); where it averages, summands are right, and where it sums, they are divided by P, as
+gradients of inputs in shards are. That is one node after the input (`gradient_ops`).
 
 Source: JAX's varying and invariant values (JEP 17111, docs/notebooks/shard_map.md); the operators f and g
 of arXiv 1909.08053, figure 3; types R and I of Meta's spmd_types.
@@ -31,7 +27,6 @@ of arXiv 1909.08053, figure 3; types R and I of Meta's spmd_types.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeAlias
 
 import networkx as nx
@@ -46,8 +41,9 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.ops import has_inexact, is_parameter, memory_written, mutates
 from fxrewrite.spmd.context import Reduction
-from fxrewrite.spmd.facts import PLACEMENT, placement_of
+from fxrewrite.spmd.facts import PLACEMENT, placement_of, result_placements
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
+from fxrewrite.spmd.operators.shared_nodes import first_call
 from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, collective_bytes
 from fxrewrite.spmd.propagation.decision import is_getitem
@@ -85,7 +81,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
     else:
         complete = complete_cotangents(edit, axis)
     flows = differentiated(nodes, lambda _: True)  # the caller may differentiate any input
-    first = next(node for node in nodes if node.op != "placeholder")
+    first = first_call(edit)
     changes = 0
     for node in nodes:
         users = list(node.users)
@@ -197,18 +193,13 @@ def _may_be_complete(node: fx.Node) -> bool:
     """Whether every rank has the whole value, and what computes it passes on the cotangent that it gets."""
     if _is_input(node):
         return PLACEMENT.of(node) == R
-    if node.op != "call_function" or mutates(node) or not all(placement == R for placement in _placements(node)):
+    if node.op != "call_function" or mutates(node) or not all(placement == R for placement in result_placements(node)):
         return False
     if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_getitem, node.users)):
         return False  # there is no value to put an operator after
     if node.target is redistribute:
         return node.args[1] == Partial()
-    return all(placement == R for operand in node.all_input_nodes for placement in _placements(operand))
-
-
-def _placements(node: fx.Node) -> Iterator[object]:
-    found = PLACEMENT.of(node)
-    yield from found if isinstance(found, tuple) else () if found is None else (found,)
+    return all(placement == R for operand in node.all_input_nodes for placement in result_placements(operand))
 
 
 def _is_sharded(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.layouts.rule import Call, Neutral
 from fxrewrite.spmd.placement import Partial, Placement, ReduceOp, Replicate
 
-__all__ = ["Decision", "is_getitem", "operands_of", "replicated", "spread", "values_of"]
+__all__ = ["Decision", "is_getitem", "operands_of", "producer_of", "replicated", "spread", "values_of"]
 
 R = Replicate()
 
@@ -33,6 +33,15 @@ class Decision:
     preferred: bool = False
     """Whether a result is shown sharded because that is preferred, and not because of its operands: that serves users
     within the graph, and nobody outside."""
+
+    def required_of(self, operands: Sequence[fx.Node], value: fx.Node) -> list[Placement]:
+        """The placements that the node requires of a value, for each time that it is among its operands.
+
+        What is no operator requires nothing of its operands, and reads them whole.
+        """
+        if len(operands) != len(self.required):
+            return [R]
+        return [want for operand, want in zip(operands, self.required, strict=True) if operand is value]
 
     def item(self, index: int) -> Decision:
         """The decision of a node that takes one of several results."""
@@ -82,6 +91,15 @@ def values_of(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     for user in node.users:
         if is_getitem(user) and isinstance(user.args[1], int):
             yield user, user.args[1]
+
+
+def producer_of(value: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a value, and the position of its result; the node itself, where it is no part of one."""
+    if is_getitem(value):
+        node, index = value.args
+        if isinstance(node, fx.Node) and isinstance(index, int):
+            return node, index
+    return value, 0
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Mapping, Set as AbstractSet
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -18,13 +19,13 @@ from fxrewrite.ops import is_pure, is_random, key, memory_origins, memory_writte
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap
-from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules
+from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules, results_of
 from fxrewrite.spmd.placement import AnyPlacement, Partial, Placement, Replicate, Shard, as_placement, is_same_placement
 from fxrewrite.spmd.propagation.bodies import CustomFunctions, stays_a_sum
-from fxrewrite.spmd.propagation.decision import Decision, is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, replicated, spread
 from fxrewrite.spmd.propagation.indexed_call import IndexedCall, is_divided
 from fxrewrite.spmd.propagation.place import HELD, RETURNED
-from fxrewrite.spmd.propagation.relocate import relocate
+from fxrewrite.spmd.propagation.relocate import Relocation
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 
 __all__ = ["Preference", "Propagation", "replicated_values"]
@@ -61,7 +62,7 @@ class Propagation:
         self._own = own
         """Values of which each rank has its own: Replicate says that a rank has all of it."""
         self.rules, self.context, self.axis = rules, context, context.axis
-        self._calls: dict[fx.Node, tuple[Call, LayoutRule | None, IndexMap | None]] = {}
+        self._call = cache(rules.of)
         self.decisions: dict[fx.Node, Decision] = {}
         self._derived: set[fx.Node] = set()
         """Nodes that are computed from sharded values, also where their own results are replicated."""
@@ -74,7 +75,7 @@ class Propagation:
         # Relocation reads produced and required placements of all nodes, so it runs once the forward pass is at its
         # fixed point; and before the backward pass, which only moves what is replicated.
         if self._given is None:  # a body holds no redistribution, so nothing in it can be relocated
-            relocate(self.graph, self.decisions, self._movable, self._derived, self.axis)
+            Relocation(self.decisions, self._movable, self._derived, self.axis).run(self.graph)
         self._backward()
         return self.decisions
 
@@ -99,11 +100,11 @@ class Propagation:
             return decision
         if node.target is redistribute:
             return decision  # its placement was stated
-        values = node.meta.get("val")
-        values = values if isinstance(values, (list, tuple)) else [values]
         placed = {operand: self._shown(operand) for operand in operands_of(node)}
-        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shown)]]
-        shown = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
+        shown = tuple(
+            as_placement(self._prefer(node, value, placed)) if isinstance(value, torch.Tensor) else R
+            for value in results_of(node)[: len(decision.shown)]
+        )
         return replace(decision, shown=shown, preferred=any(placement != R for placement in shown))
 
     def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
@@ -119,12 +120,11 @@ class Propagation:
             placement: Any = node.args[2 if node.target is redistribute else 1]
             return Decision((placement,), (placement,), (placement,), "asked for")
         # One of several results has the placement that the operator produces it with.
-        if is_getitem(node):
-            source, index = node.args
-            if isinstance(source, fx.Node) and isinstance(index, int):
-                return facts[source].item(index)
+        source, index = producer_of(node)
+        if source is not node:
+            return facts[source].item(index)
         operands = operands_of(node)
-        return self._operator(node, operands, replicated(len(operands), _num_results(node)))
+        return self._operator(node, operands, replicated(len(operands), len(results_of(node))))
 
     def _operator(self, node: fx.Node, operands: list[fx.Node], whole: Decision) -> Decision:
         """How an operator runs on operands as their producers place them; `whole` is how it runs on whole values."""
@@ -184,15 +184,13 @@ class Propagation:
                     hint="add a LayoutRule for it, or drop strict=True to run it on the gathered value",
                 )
             return replace(whole, gathered=why)
+        preferred = tuple(self.decisions[operand].preferred for operand in call.operands)
+        clears_padding = self._given is None  # bodies hold no such node
+        run = IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=clears_padding)
         try:
-            return self._indexed(call, rule, indices, placements).decision()
+            return run.decision()
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
-
-    def _indexed(self, call: Call, rule: LayoutRule, indices: IndexMap, placements: Sequence[Placement]) -> IndexedCall:
-        preferred = tuple(self.decisions[operand].preferred for operand in call.operands)
-        is_whole_graph = self._given is None
-        return IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=is_whole_graph)
 
     def _on_own_values(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
         """How an operator runs that reads a rank's own values beside shards of what all ranks have."""
@@ -262,7 +260,7 @@ class Propagation:
         # Ranks that draw random numbers for their shards would draw others than one device.
         if any(self._shown(operand) != R for operand in operands) or is_random(node) or not is_pure(node):
             return None
-        wanted = [want for user in node.users for want in self._required_of(user, node)]
+        wanted = [want for user in node.users for want in self.decisions[user].required_of(operands_of(user), node)]
         if not wanted or not isinstance(wanted[0], Shard) or any(not is_same_placement(w, wanted[0]) for w in wanted):
             return None
         _, rule, indices = self._call(node)
@@ -274,13 +272,6 @@ class Propagation:
         if not any(indices.has(terms, part.index) for terms in indices.operands):
             return None  # broadcast along that dimension: nothing to save
         return spread(indices, part, why="every user wants it so")
-
-    def _required_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
-        decision = self.decisions[user]
-        operands = operands_of(user)
-        if len(decision.required) != len(operands):
-            return [R]
-        return [want for operand, want in zip(operands, decision.required, strict=True) if operand is value]
 
     # shared
 
@@ -302,14 +293,6 @@ class Propagation:
             return None
         return self._call(node)[2]
 
-    def _call(self, node: fx.Node) -> tuple[Call, LayoutRule | None, IndexMap | None]:
-        if node not in self._calls:
-            call = Call.of(node)
-            rule = self.rules.get(call.key)
-            indices = None if rule is None or call.reads_sizes else rule.map(call)
-            self._calls[node] = (call, rule, indices)
-        return self._calls[node]
-
 
 def _why_unknown(call: Call, rule: LayoutRule | None) -> str:
     if call.reads_sizes:
@@ -322,11 +305,6 @@ def _why_unknown(call: Call, rule: LayoutRule | None) -> str:
     if rule is not None:
         return f"layout rule {rule.id} says nothing of this call of {call.key}: its function returned None"
     return f"{call.key} has no layout rule"
-
-
-def _num_results(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return len(value) if isinstance(value, (list, tuple)) else 1
 
 
 def _as_produced(position: int, node: fx.Node, placement: Placement) -> Placement:

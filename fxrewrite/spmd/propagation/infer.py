@@ -18,9 +18,9 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.linear import is_linear_in
 from fxrewrite.ops import key, value
 from fxrewrite.spmd.facts import PLACEMENT
-from fxrewrite.spmd.layouts.rule import Call, LayoutRules
+from fxrewrite.spmd.layouts.rule import LayoutRules
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
-from fxrewrite.spmd.propagation.decision import is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.propagation.decision import operands_of, producer_of, replicated, spread
 from fxrewrite.spmd.virtual import placement_of_virtual
 
 __all__ = ["inferred"]
@@ -36,9 +36,10 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, 
     """
     result = value(node)
     several = isinstance(result, (list, tuple))
-    if is_getitem(node) and isinstance(source := node.args[0], fx.Node):
-        of_source, index = PLACEMENT.of(source), node.args[1]
-        return of_source[index] if isinstance(of_source, tuple) and isinstance(index, int) else of_source
+    source, index = producer_of(node)
+    if source is not node:
+        of_source = PLACEMENT.of(source)
+        return of_source[index] if isinstance(of_source, tuple) else of_source
     # An operand without placement is a node from before propagation, or one that could not be inferred itself.
     operands = operands_of(node)
     placements = [PLACEMENT.of(operand) for operand in operands]
@@ -69,9 +70,7 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, 
 
 
 def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> tuple[Placement, ...] | None:
-    call = Call.of(node)
-    rule = rules.get(call.key)
-    indices = None if rule is None or call.reads_sizes else rule.map(call)
+    _, rule, indices = rules.of(node)
     if rule is None or indices is None:
         return None
     located = zip(indices.operands, placements, strict=True)

@@ -9,26 +9,21 @@ from torch.fx.node import map_arg
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import mutates
-from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.facts import PLACEMENT, set_placements
 from fxrewrite.spmd.layouts.rule import tensor_of
 from fxrewrite.spmd.placement import Axis, Placement, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 
-__all__ = ["insert_redistributions"]
+__all__ = ["Insertion"]
 
 
-def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> int:
-    """Inserts the redistributions that decisions need, notes decisions on nodes, and returns the number of changes.
+class Insertion:
+    """One walk over the nodes, which changes operands of each where it requires them otherwise than they are.
 
-    Users that require the same placement of a value share one: it is sent once.
+    Users that require the same placement of a value share a redistribution: it is sent once.
     """
-    return _Insertion(edit, decisions, axis, name).run()
-
-
-class _Insertion:
-    """One walk over the nodes, which changes operands of each where it requires them otherwise than they are."""
 
     def __init__(self, edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> None:
         self._edit, self._decisions, self._axis, self._name = edit, decisions, axis, name
@@ -38,6 +33,7 @@ class _Insertion:
         """How many nodes before this one write, or switch autograd: what was made before is not right behind them."""
 
     def run(self) -> int:
+        """Inserts the redistributions that decisions need, notes decisions on nodes; returns the number of changes."""
         settled = 0
         for node in self._edit.nodes():
             self._region += mutates(node)
@@ -49,11 +45,8 @@ class _Insertion:
         return settled + len(self._made) + self._drop_unread()
 
     def _note(self, node: fx.Node) -> None:
-        decision = self._decisions[node]
-        if decision.produced:
-            several = isinstance(node.meta.get("val"), (list, tuple))
-            self._edit.set_fact(node, PLACEMENT, decision.produced if several else decision.produced[0])
-        self._edit.set_fact(node, DECIDED, decision)
+        set_placements(self._edit, node, self._decisions[node].produced)
+        self._edit.set_fact(node, DECIDED, self._decisions[node])
 
     def _settle(self, node: fx.Node) -> int:
         """Give a stated redistribution the placement that its operand is produced with; drop it where they are the

@@ -21,9 +21,9 @@ from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.ops import is_virtual, key
-from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.facts import PLACEMENT, result_placements
 from fxrewrite.spmd.layouts.rule import LayoutRules
-from fxrewrite.spmd.placement import Partial, Placement, is_same_placement
+from fxrewrite.spmd.placement import Partial, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.infer import inferred
 from fxrewrite.spmd.redistribute import redistribute
@@ -62,19 +62,19 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
             if placement is None or isinstance(placement, (tuple, Partial)) or not is_same_placement(placement, want):
                 refuse(f"%{operand.name} leaves the graph as {placement}, and {want} was decided", node=node)
         return
-    placed = PLACEMENT.of(node)
+    placed = result_placements(node)
     if node.target is redistribute:
         _check_source(node, have[0], node.args[1])
         _check_adjoint(node)
     # A node that still has the placements of its decision is right by propagation. Any other one, made or changed by a
     # rule, must be right by inference: this finds a rule that drops a reduction, or puts an operator on a wrong shard.
-    elif decided is None or not (_are_same(have, decided.required) and _are_same(_tuple(placed), decided.produced)):
+    elif decided is None or not (_are_same(have, decided.required) and _are_same(placed, decided.produced)):
         found = inferred(node, rules)
         if found is None and have and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
             hint = f"add a LayoutRule for {key(node)}, or redistribute its operands to Replicate()"
             refuse(f"nothing says how ranks hold what {key(node)} gives", node=node, hint=hint)
-        if found is not None and not _are_same(_tuple(placed), _tuple(found)):
-            refuse(f"it is said to be {placed}, and its operands make it {found}", node=node)
+        if found is not None and not _are_same(placed, found if isinstance(found, tuple) else (found,)):
+            refuse(f"it is said to be {PLACEMENT.of(node)}, and its operands make it {found}", node=node)
 
 
 def _check_adjoint(node: fx.Node) -> None:
@@ -96,10 +96,6 @@ def _check_source(node: fx.Node, placement: Any, stated: Any) -> None:
     if isinstance(placement, tuple) or placement is None or not is_same_placement(placement, stated):
         operand = node.all_input_nodes[0]
         refuse(f"it starts from {stated}, and its operand %{operand.name} is {placement}", node=node)
-
-
-def _tuple(placed: Placement | tuple[Placement, ...] | None) -> tuple[Placement | None, ...]:
-    return placed if isinstance(placed, tuple) else (placed,)
 
 
 def _are_same(have: Any, required: Any) -> bool:

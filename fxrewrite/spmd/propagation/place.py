@@ -3,6 +3,7 @@
     Place("shard_weights", {
         param("*.{gate,up}_proj.weight"): Shard(0),     each rank holds its rows; the gradient is that of its rows
         param("*.down_proj.weight"): Shard(1),
+        param("*.norm.weight"): Stored(Shard(0)),       held in shards, gathered before any use
         inputs("input_ids"): Shard(0),                  each rank is called with its own part of the batch
         inputs("mask"): Zigzag(1),                      blocks r and 2P - 1 - r of 2P; put in order before any use
         module_output("*.mlp"): Shard(1),               a constraint; propagation finds what follows from it
@@ -36,7 +37,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
-from fxrewrite.spmd.operators.shared_nodes import size_nodes
+from fxrewrite.spmd.operators.shared_nodes import first_call, size_nodes
 from fxrewrite.spmd.placement import (
     AnyPlacement,
     Axis,
@@ -136,13 +137,12 @@ class Place:
         changes = 0
         # What a step puts after inputs is no part of the modules that read them, so modules come first.
         for site, placed in sorted(self.placements.items(), key=lambda stated: stated[0].kind in ("param", "inputs")):
+            if isinstance(placed, Stored) and site.kind != "param":
+                raise MisstatedError(f"{site}: {placed}: only parameters are gathered before use")
+            if isinstance(placed, Zigzag) and site.kind != "inputs":
+                raise MisstatedError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
             try:
-                if isinstance(placed, Stored):
-                    changes += _place_stored(edit, context.axis, site, placed, self.name)
-                elif isinstance(placed, Zigzag):
-                    changes += _place_zigzag(edit, context.axis, site, placed, self.name)
-                else:
-                    changes += _PLACED[site.kind](edit, context.axis, site, placed, self.name)
+                changes += _PLACED[site.kind](edit, context.axis, site, placed, self.name)
             except NothingMatchesError:
                 if not context.is_part:
                     raise
@@ -169,23 +169,6 @@ class Place:
         return "\n".join(f"{site}: {placement}" for site, placement in self.placements.items())
 
 
-def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str) -> int:
-    if site.kind != "param":
-        raise MisstatedError(f"{site}: {placed}: only parameters are gathered before use")
-    first = next(node for node in edit.graph.nodes if node.op != "placeholder")
-    changes = 0
-    for name, node in _matching_inputs(edit, site, without_buffers=True):
-        value, users = node.meta["val"], list(node.users)
-        placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=_inner(node))
-        _hold(edit, node, placement, site, name)
-        if isinstance(placement, Shard) and users:
-            gathered = _redistributed(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
-            if placed.kept:
-                edit.set_meta(gathered, "recompute", KEPT)
-            changes += 1
-    return changes
-
-
 def _hold(edit: Edit, node: fx.Node, placement: Placement, site: Site, name: str) -> None:
     before = HELD.of(node)
     if before is not None and not is_same_placement(before, placement):
@@ -208,7 +191,7 @@ def _inputs(edit: Edit, *, of_model: bool) -> dict[str, list[fx.Node]]:
     return found
 
 
-def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool = False) -> Iterator[tuple[str, fx.Node]]:
+def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool) -> Iterator[tuple[str, fx.Node]]:
     """The inputs that a site matches, with their names."""
     known = _inputs(edit, of_model=site.kind == "param")
     if without_buffers:
@@ -218,50 +201,56 @@ def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool = False) -
         yield from ((name, node) for node in nodes)
 
 
-def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
-    changes = 0
-    for name, node in _matching_inputs(edit, site):
-        shape = node.meta["val"].shape
-        held_placement(shape, placement, axis, f"{site}: {name}", inner=_inner(node))
+def _place_inputs(edit: Edit, axis: Axis, site: Site, placed: Placement | Stored | Zigzag, rule: str) -> int:
+    """Inputs become what a rank holds of them. What is stored in shards is gathered before use, and so are blocks in
+    zigzag, which are put in order."""
+    changes, first, is_stored = 0, first_call(edit), isinstance(placed, Stored)
+    for name, node in _matching_inputs(edit, site, without_buffers=is_stored):
+        of, shape, users = f"{site}: {name}", node.meta["val"].shape, list(node.users)
+        stated = Shard(placed.dim) if isinstance(placed, Zigzag) else placed
+        placement = held_placement(shape, stated, axis, of, inner=_inner(node))
         # A size that the graph reads of a local one, as P * s, stays right when the value becomes local.
-        if isinstance(placement, Shard) and written_factor(shape[placement.dim]) % axis.size:
+        if not is_stored and isinstance(placement, Shard) and written_factor(shape[placement.dim]) % axis.size:
             raise FxRewriteError(
-                f"{site}: {name}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a "
-                "whole; compile with dynamic=False, or mark_static this dimension"
+                f"{of}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a whole; "
+                "compile with dynamic=False, or mark_static this dimension"
             )
         _hold(edit, node, placement, site, name)
-        changes += 1
+        changes += not is_stored
+        if isinstance(placed, Zigzag):
+            if not require_divisible(shape[placed.dim], 2 * axis.size):
+                sizes = [size_hint(n) for n in shape]
+                raise FxRewriteError(
+                    f"{of} {sizes}: {placed} over {axis} has {2 * axis.size} blocks, which do not divide it"
+                )
+            edit.set_fact(node, ZIGZAG, placed)
+        if isinstance(placed, (Stored, Zigzag)) and isinstance(placement, Shard) and users:
+            whole = _redistributed(edit, axis, node, users, Replicate(), of, rule, before=first)
+            if isinstance(placed, Zigzag):
+                _put_in_order(edit, axis, whole, users, placed.dim, rule)
+            elif placed.kept:
+                edit.set_meta(whole, "recompute", KEPT)
+            changes += 1
     return changes
 
 
-def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str) -> int:
-    """The blocks of all ranks are gathered and put in order; what follows reads the value as one device has it."""
-    if site.kind != "inputs":
-        raise MisstatedError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
-    changes, blocks = _place_inputs(edit, axis, site, Shard(placed.dim), rule), 2 * axis.size
-    first = next(node for node in edit.graph.nodes if node.op != "placeholder")
-    for name, node in _matching_inputs(edit, site):
-        shape: Any = node.meta["val"].shape
-        if not require_divisible(shape[placed.dim], blocks):
-            of = f"{site}: {name} {[size_hint(n) for n in shape]}"
-            raise FxRewriteError(f"{of}: {placed} over {axis} has {blocks} blocks, which do not divide it")
-        edit.set_fact(node, ZIGZAG, placed)
-        users = list(node.users)
-        if not users:
-            continue
-        whole = _redistributed(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
-        changes += 1
-        sizes = [size_nodes(edit)(shape[placed.dim] // blocks)] * blocks
-        split = edit.call(aten.split_with_sizes.default, (whole, sizes, placed.dim), before=first, like=node, rule=rule)
-        of_ranks = [edit.call(operator.getitem, (split, i), before=first, like=node, rule=rule) for i in range(blocks)]
-        ordered = [of_ranks[i] for i in Zigzag.order(axis.size)]
-        joined = edit.call(aten.cat.default, (ordered, placed.dim), before=first, like=node, rule=rule)
-        edit.set_meta(joined, "val", whole.meta["val"])
-        edit.replace_uses(whole, joined, users)
-    return changes
+def _put_in_order(edit: Edit, axis: Axis, gathered: fx.Node, users: list[fx.Node], dim: int, rule: str) -> None:
+    """Afterwards these users read the value as one device has it, of the gathered blocks of all ranks."""
+    (source,), before, value = gathered.all_input_nodes, gathered.next, gathered.meta["val"]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return edit.call(target, args, before=before, like=source, rule=rule)
+
+    blocks = 2 * axis.size
+    sizes = [size_nodes(edit)(value.shape[dim] // blocks)] * blocks
+    split = call(aten.split_with_sizes.default, gathered, sizes, dim)
+    of_ranks = [call(operator.getitem, split, i) for i in range(blocks)]
+    joined = call(aten.cat.default, [of_ranks[i] for i in Zigzag.order(axis.size)], dim)
+    edit.set_meta(joined, "val", value)
+    edit.replace_uses(gathered, joined, users)
 
 
-def _place_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
+def _place_output(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
     output = edit.graph.output_node()
     leaves = tree_leaves(output.args[0])
     position = int(site.glob)
@@ -275,40 +264,33 @@ def _place_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rul
     return 1
 
 
-def _place_module_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
+def _place_values(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
+    """What modules read, or what others read of them, is redistributed."""
     changes = 0
     for name, nodes in _matching_calls(edit, site):
-        inside = set(nodes)
-        for node in nodes:
-            users = [user for user in node.users if user not in inside]
-            if users and is_tensor(node):
-                _redistributed(edit, axis, node, users, placement, f"{site}: {name}", after=node, rule=rule)
-                changes += 1
+        for value, users in _crossing(nodes, outward=site.kind == "module_output"):
+            before = first_call(edit) if value.op == "placeholder" else value.next
+            _redistributed(edit, axis, value, users, placement, f"{site}: {name}", rule, before=before)
+            changes += 1
     return changes
 
 
-def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
-    changes = 0
-    for name, nodes in _matching_calls(edit, site):
-        inside = set(nodes)
-        read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
-        for operand in read:
-            if is_tensor(operand) and not is_parameter(operand):
-                users = [node for node in nodes if operand in node.all_input_nodes]
-                # After an input there may already be what another axis sends of it.
-                first = next(node for node in edit.graph.nodes if node.op != "placeholder")
-                at = {"before": first} if operand.op == "placeholder" else {"after": operand}
-                _redistributed(edit, axis, operand, users, placement, f"{site}: {name}", **at, rule=rule)
-                changes += 1
-    return changes
+def _crossing(nodes: list[fx.Node], *, outward: bool) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """The activations that others read of these nodes, or that these nodes read of others, each with who reads it."""
+    inside = set(nodes)
+    read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
+    for value in nodes if outward else read:
+        users = [user for user in value.users if (user in inside) != outward]
+        if users and is_tensor(value) and not is_parameter(value):
+            yield value, users
 
 
-_PLACED: Mapping[str, Callable[[Edit, Axis, Site, Placement, str], int]] = {
+_PLACED: Mapping[str, Callable[[Edit, Axis, Site, Any, str], int]] = {
     "param": _place_inputs,
     "inputs": _place_inputs,
-    "outputs": _place_outputs,
-    "module_input": _place_module_inputs,
-    "module_output": _place_module_outputs,
+    "outputs": _place_output,
+    "module_input": _place_values,
+    "module_output": _place_values,
 }
 
 
@@ -319,15 +301,14 @@ def _redistributed(
     users: list[fx.Node],
     placement: Placement,
     of: str,
-    *,
     rule: str,
-    before: fx.Node | None = None,
-    after: fx.Node | None = None,
+    *,
+    before: fx.Node,
 ) -> fx.Node:
     """The value with the stated placement, which these users read from now on; `of` is where that is stated."""
     check_fits(value.meta["val"].shape, placement, axis, of)
     move = (value, Replicate(), placement, axis)
-    moved = edit.call(redistribute, move, before=before, after=after, like=value, rule=rule, val=value.meta["val"])
+    moved = edit.call(redistribute, move, before=before, like=value, rule=rule, val=value.meta["val"])
     edit.set_fact(moved, STATED, of)
     edit.replace_uses(value, moved, users)
     return moved

@@ -30,11 +30,11 @@ from fxrewrite.spmd.group import COLLECTIVES, axis_rank
 from fxrewrite.spmd.layouts.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.placement import Axis, Replicate, Shard, check_placement
 from fxrewrite.spmd.price.price import bytes_held
-from fxrewrite.spmd.price.products import is_product, share_of
+from fxrewrite.spmd.price.products import is_product, operations
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.fixed_point import Preference, Propagation, replicated_values
 from fxrewrite.spmd.propagation.infer import inferred
-from fxrewrite.spmd.propagation.insert import insert_redistributions
+from fxrewrite.spmd.propagation.insert import Insertion
 from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements, redistribute
 
@@ -81,7 +81,7 @@ class PropagatePlacements:
         if not self.own_inputs:
             _report_whole_products(left, report)
         propagation.functions.write(report, own)
-        changes = insert_redistributions(edit, decisions, context.axis, self.name)
+        changes = Insertion(edit, decisions, context.axis, self.name).run()
         # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
         edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))
         if context.watch is not None:
@@ -134,7 +134,12 @@ def _report_gathers_and_draws(decisions: dict[fx.Node, Decision], report: Report
     for node, decision in decisions.items():
         whole = _gathered(node, decisions)
         if whole and node.target is not redistribute:  # a stated redistribution is reported by who states it
-            report.events.append(_gathering(node, decision.gathered or f"{key(node)} reads it whole", whole))
+            num_bytes, is_more = (
+                sum(map(bytes_held, whole)),
+                any(is_read_from_data(tensor_of(n).numel()) for n in whole),
+            )
+            why, where = decision.gathered or f"{key(node)} reads it whole", source_line(node)
+            report.events.append(Gathered(node=node.name, source=where, why=why, num_bytes=num_bytes, is_more=is_more))
         if is_random(node):
             sharded = any(isinstance(placement, Shard) for placement in decision.produced)
             report.events.append(Drawn(node=node.name, source=source_line(node), is_sharded=sharded))
@@ -146,11 +151,6 @@ def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node
         return []
     ends = zip(operands_of(node), decisions[node].required, strict=True)
     return [operand for operand, want in ends if want == R and isinstance(decisions[operand].produced[0], Shard)]
-
-
-def _gathering(node: fx.Node, why: str, whole: list[fx.Node]) -> Gathered:
-    num_bytes, is_more = sum(map(bytes_held, whole)), any(is_read_from_data(tensor_of(n).numel()) for n in whole)
-    return Gathered(node=node.name, source=source_line(node), why=why, num_bytes=num_bytes, is_more=is_more)
 
 
 def _report_whole_products(decisions: dict[fx.Node, Decision], report: Report) -> None:
@@ -165,7 +165,7 @@ def _report_whole_products(decisions: dict[fx.Node, Decision], report: Report) -
             ProductsWhole(
                 num_whole=len(whole),
                 num_products=len(products),
-                share=share_of(whole, products),
+                share=sum(map(operations, whole)) / max(sum(map(operations, products)), 1.0),
                 first=whole[0].name,
                 source=source_line(whole[0]),
             )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 import networkx as nx
@@ -29,9 +30,9 @@ from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.price.products import is_product
-from fxrewrite.spmd.propagation.decision import Decision, is_getitem, operands_of, spread, values_of
+from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, spread, values_of
 
-__all__ = ["relocate"]
+__all__ = ["Relocation"]
 
 R = Replicate()
 _LARGEST = 4096
@@ -43,24 +44,6 @@ _KEPT, _MOVED = "kept", "moved"
 """The two sides of the cut; nodes outside of the region are kept."""
 
 
-def relocate(
-    graph: fx.Graph,
-    decisions: dict[fx.Node, Decision],
-    indices_of: Callable[[fx.Node], IndexMap | None],
-    derived: set[fx.Node],
-    axis: Axis,
-) -> None:
-    """Change `decisions` where fewer bytes travel when a region runs on another dimension than it was decided to.
-
-    `indices_of` gives the index map of a node that may run otherwise than decided, None for one that may not;
-    `derived` are the nodes that are computed from sharded values.
-    """
-    relocation = _Relocation(decisions, indices_of, derived, axis)
-    for node in graph.nodes:
-        if decisions[node].gathered:
-            relocation.visit(node)
-
-
 @dataclass(frozen=True, slots=True)
 class _Demand:
     """One placement in which a value is wanted: by users that run as decided, and by users that moved."""
@@ -70,7 +53,16 @@ class _Demand:
     moved: list[object]
 
 
-class _Relocation:
+class Relocation:
+    """Changes decisions where fewer bytes travel when a region runs on another dimension than it was decided to.
+
+    Args:
+        decisions: of all nodes; changed in place.
+        indices_of: the index map of a node that may run otherwise than decided, None for one that may not.
+        derived: the nodes that are computed from sharded values.
+        axis: the mesh axis.
+    """
+
     def __init__(
         self,
         decisions: dict[fx.Node, Decision],
@@ -80,10 +72,16 @@ class _Relocation:
     ) -> None:
         self.decisions, self.indices_of, self.derived = decisions, indices_of, derived
         self.num_ranks = axis.size
-        self._operands: dict[fx.Node, list[fx.Node]] = {}
+        self._operands_of = cache(operands_of)
         self._tried: set[tuple[fx.Node, str]] = set()
 
-    def visit(self, node: fx.Node) -> None:
+    def run(self, graph: fx.Graph) -> None:
+        """Visit every operator that gathers."""
+        for node in graph.nodes:
+            if self.decisions[node].gathered:
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
         """Move the region around an operator that gathers to the dimension that saves most."""
         # Each candidate is priced with all else as decided; the best replaces the decisions, so that later operators
         # that gather see it. A strict comparison keeps the graph as it is where nothing is saved.
@@ -163,7 +161,7 @@ class _Relocation:
 
     def _producers(self, node: fx.Node, decision: Decision) -> Iterator[tuple[fx.Node, IndexPart]]:
         for operand, want in zip(self._operands_of(node), decision.required, strict=True):
-            producer, result = _producer(operand)
+            producer, result = producer_of(operand)
             indices = self.indices_of(producer) if producer in self.derived else None
             if indices is not None:
                 part = indices.locate(indices.results[result], want)
@@ -206,7 +204,7 @@ class _Relocation:
         price must not be paid for each: they are joined by edges that are never cut. A price of keeping any of them is
         an edge from the joint to "moved"; a price of moving any of them is an edge from "kept" to the joint.
         """
-        producer, result = _producer(value)
+        producer, result = producer_of(value)
         here = self.decisions[value].produced[0]
         there = region[producer].produced[result] if producer in region else here
         source = producer if producer in region else _KEPT
@@ -230,9 +228,10 @@ class _Relocation:
             return demands.setdefault(str(want), _Demand(want, [], []))
 
         for user in value.users:
-            for want in self._required(user, value, self.decisions[user]):
+            operands = self._operands_of(user)
+            for want in self.decisions[user].required_of(operands, value):
                 demand(want).kept.append(user if user in region else _KEPT)
-            for want in self._required(user, value, region[user]) if user in region else ():
+            for want in region[user].required_of(operands, value) if user in region else ():
                 demand(want).moved.append(user)
         return list(demands.values())
 
@@ -254,7 +253,8 @@ class _Relocation:
         produced = changed.get(value, self.decisions[value]).produced[0]
         required: dict[str, Placement] = {}
         for user in value.users:
-            required |= {str(w): w for w in self._required(user, value, changed.get(user, self.decisions[user]))}
+            decision = changed.get(user, self.decisions[user])
+            required |= {str(want): want for want in decision.required_of(self._operands_of(user), value)}
         return sum(self._travel(value, produced, want) for want in required.values())
 
     def _travel(self, value: fx.Node, src: Placement, dst: Placement) -> int:
@@ -273,16 +273,6 @@ class _Relocation:
         values = dict.fromkeys(value for node in region for value, _ in values_of(node))
         return list(values | dict.fromkeys(operand for node in region for operand in self._operands_of(node)))
 
-    def _required(self, user: fx.Node, value: fx.Node, decision: Decision) -> list[Placement]:
-        if not decision.required:
-            return []
-        return [w for operand, w in zip(self._operands_of(user), decision.required, strict=True) if operand is value]
-
-    def _operands_of(self, node: fx.Node) -> list[fx.Node]:
-        if node not in self._operands:
-            self._operands[node] = operands_of(node)
-        return self._operands[node]
-
     def _say_what_is_gathered(self, node: fx.Node) -> None:
         decision = self.decisions[node]
         placed = [self.decisions[operand].produced[0] for operand in self._operands_of(node)]
@@ -292,15 +282,6 @@ class _Relocation:
         if whole:
             why = f"{key(node)} {decision.why}; operand {whole} must be whole there"
             self.decisions[node] = replace(decision, gathered=why)
-
-
-def _producer(value: fx.Node) -> tuple[fx.Node, int]:
-    """The node that computes `value`, and the position of its result."""
-    if is_getitem(value):
-        node, index = value.args
-        if isinstance(node, fx.Node) and isinstance(index, int):
-            return node, index
-    return value, 0
 
 
 def _connect(network: Network, before: object, after: object, cost: int) -> None:

@@ -1,9 +1,4 @@
-"""What placements are stated of, and whether a placement can be held by a parameter or an input of some shape.
-
-    param("*.up_proj.weight"): Shard(0)             the parameters and buffers that a glob matches
-    param("*"): Stored(Shard(0), or_whole=True)     held in shards, gathered before any use
-    inputs("input_ids"): Zigzag(1)
-    module_output("*.mlp"): Shard(1)
+"""What placements are stated of (`place`), and whether a parameter or an input of some shape can be held so.
 
 A glob is matched against qualified names as in `named_parameters`; `{a,b}` is one of several.
 """
@@ -204,7 +199,8 @@ def held_placement(
 def check_fits(shape: Sequence[Size], placement: Placement, axis: Axis, of: str) -> None:
     check_placement(placement, shape, of)
     if not _fits(shape, placement, axis):
-        do = _divisors(shape, placement)
+        entries = _entries(shape, placement)
+        do = [n for n in range(2, _MOST_RANKS + 1) if isinstance(entries, int) and n <= entries and entries % n == 0]
         said = f"; {', '.join(map(str, do))} do" if do else ""
         raise FxRewriteError(f"{of} {[size_hint(n) for n in shape]}: {axis} ranks do not divide {placement}{said}")
 
@@ -212,19 +208,16 @@ def check_fits(shape: Sequence[Size], placement: Placement, axis: Axis, of: str)
 def _fits(shape: Sequence[Size], placement: Placement, axis: Axis) -> bool:
     if not isinstance(placement, Shard):
         return True
-    if placement.dim not in range(len(shape)):
-        return False
-    entries = divide_exactly(shape[placement.dim], placement.outer * placement.inner)
-    return placement.uneven or (entries is not None and require_divisible(entries, axis.size))
+    entries = _entries(shape, placement)
+    return entries is not None and (placement.uneven or require_divisible(entries, axis.size))
+
+
+def _entries(shape: Sequence[Size], placement: Placement) -> Size | None:
+    """What ranks cut of each run of a dimension; None where there is none, or where its runs are not of one length."""
+    if not isinstance(placement, Shard) or placement.dim not in range(len(shape)):
+        return None
+    return divide_exactly(shape[placement.dim], placement.outer * placement.inner)
 
 
 _MOST_RANKS = 64
 """Up to which numbers of ranks are said to fit."""
-
-
-def _divisors(shape: Sequence[Size], placement: Placement) -> list[int]:
-    """The numbers of ranks, above one, that divide what is to be cut."""
-    if not isinstance(placement, Shard) or placement.dim not in range(len(shape)):
-        return []
-    entries = divide_exactly(shape[placement.dim], placement.outer * placement.inner)
-    return [n for n in range(2, min(entries, _MOST_RANKS) + 1) if entries % n == 0] if isinstance(entries, int) else []

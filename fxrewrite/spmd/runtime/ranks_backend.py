@@ -81,7 +81,7 @@ class RanksBackend(Generic[R, P]):
             if self._regions == "whole":
                 return compile_inner(program, examples)
             run, found = compile_regions(program, examples, compile_inner)
-            report.events.append(RegionsCompiled.of(found))
+            report.events.append(RegionsCompiled(found=found))
             return run
 
     def check_ranks(self) -> None:

@@ -76,20 +76,17 @@ def number(case: tuple[Any, str | None, str]) -> str:
 
 @pytest.mark.parametrize("case", KNOWN, ids=number)
 def test_what_is_found_is_what_is_known(case: tuple[Any, str | None, str]) -> None:
+    """And the notation, read back and bound to the sample, leaves those places free that passed the experiments."""
     target, text, notation = case
     discovery = found(target, text)
     assert discovery.notation == notation
     known = compare(discovery, LAYOUTS)
     assert known is not None
     assert not known.wrong, known
-
-
-@pytest.mark.parametrize("case", [case for case in KNOWN if "!e...?" not in case[2]], ids=number)
-def test_the_notation_says_what_was_found(case: tuple[Any, str | None, str]) -> None:
-    """The proposal, read back and bound to the sample, lets those places be sharded that passed the experiments."""
-    discovery = found(case[0], case[1])
+    if "!e...?" in notation:
+        return  # the mask that is absent has no shape to bind
     shapes = [leaf.shape for leaf in torch.utils._pytree.tree_leaves(discovery.sample) if isinstance(leaf, TensorSpec)]
-    bound = parse(discovery.notation).bind(shapes)
+    bound = parse(notation).bind(shapes)
     assert bound is not None
     free = {
         (operand, dim)

@@ -22,6 +22,26 @@ def test_an_operand_that_is_added_once_forbids_partial_sums() -> None:
     assert indices.whole == {"i"}
 
 
+@pytest.mark.parametrize(
+    ("shape", "terms"), [((8, 12), (("m",), ("n",))), ((12,), (("n",),)), ((1, 12), ((), ("n",))), ((), ())]
+)
+def test_what_is_added_broadcasts(shape: tuple[int, ...], terms: tuple[tuple[str, ...], ...]) -> None:
+    indices = parse("+m n, m k, k n -> m n").bind([shape, (8, 6), (6, 12)])
+    assert indices is not None
+    assert indices.operands[0] == terms
+    assert indices.sizes == {"m": 8, "k": 6, "n": 12}
+    assert indices.whole == {"k"}
+
+
+def test_dimensions_broadcast_where_the_notation_says_so() -> None:
+    indices = parse("~b... m k, ~b... k n -> b... m n").bind([(1, 8, 6), (4, 5, 6, 12)])
+    assert indices is not None
+    assert indices.operands == (((), ("m",), ("k",)), (("b0",), ("b1",), ("k",), ("n",)))
+    assert indices.results == ((("b0",), ("b1",), ("m",), ("n",)),)
+    for shapes in ([(5, 8, 6), (4, 5, 6, 12)], [(4, 5, 8, 6), (5, 6, 12)]):
+        assert parse("b... m k, b... k n -> b... m n").bind(shapes) is None
+
+
 def test_an_index_of_results_alone_is_whole() -> None:
     indices = parse("!p a... -> !q a...").bind([(2, 6)], [(4, 6)])
     assert indices is not None

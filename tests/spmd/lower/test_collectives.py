@@ -35,7 +35,7 @@ from fxrewrite.spmd import (
     param,
     redistribute,
 )
-from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks, simulate
+from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
 from tests.known import Known
 
 aten = torch.ops.aten
@@ -93,21 +93,17 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement, rank: int) -> to
 
 
 class Program:
-    """`redistribute(parts[rank], src, dst)` as a graph, and the sum of its result by `weights[rank]`."""
+    """A graph of a rank's parts of values: `inputs` are the parts of all ranks, of values with these global shapes."""
 
-    def __init__(self, parts: torch.Tensor, weights: torch.Tensor, shape: Sequence[int], axis: Axis) -> None:
-        self.graph, self.mode, self.axis, self.shape = fx.Graph(), FakeTensorMode(), axis, tuple(shape)
-        self.inputs = [parts, weights]
-        nodes = [self._input(name, value) for name, value in (("parts", parts), ("weights", weights))]
-        self.rank = self.graph.call_function(axis_rank, (axis.group,))
-        self.rank.meta["val"] = 0
-        self.part, self.weight = (self.call(aten.select.int, node, 0, self.rank) for node in nodes)
-        self.shapes = {self.part: self.shape}
-
-    def _input(self, name: str, value: torch.Tensor) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta["val"] = self.mode.from_tensor(value)
-        return node
+    def __init__(self, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], axis: Axis) -> None:
+        self.graph, self.mode, self.axis = fx.Graph(), FakeTensorMode(), axis
+        nodes = [self.graph.placeholder(f"x{i}") for i in range(len(inputs))]
+        for node, value in zip(nodes, inputs, strict=True):
+            node.meta["val"] = self.mode.from_tensor(value.detach())
+        rank = self.graph.call_function(axis_rank, (axis.group,))
+        rank.meta["val"] = 0
+        self.parts = [self.call(aten.select.int, node, 0, rank) for node in nodes]
+        self.shapes = dict(zip(self.parts, map(tuple, shapes), strict=False))
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
@@ -115,12 +111,12 @@ class Program:
             node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
         return node
 
-    def move(self, src: Placement, dst: Placement) -> fx.Node:
-        node = self.graph.call_function(redistribute, (self.part, src, dst, self.axis))
+    def move(self, value: fx.Node, src: Placement, dst: Placement) -> fx.Node:
+        node = self.graph.call_function(redistribute, (value, src, dst, self.axis))
+        self.shapes[node] = self.shapes[value]
         with self.mode:
-            local = part(torch.empty(self.shape, dtype=self.part.meta["val"].dtype), dst, 0, self.axis.size)
+            local = part(torch.empty(self.shapes[node], dtype=value.meta["val"].dtype), dst, 0, self.axis.size)
         node.meta["val"] = local
-        self.shapes[node] = self.shape
         return node
 
     def lowered(self, rules: RuleSet, *outputs: fx.Node) -> tuple[fx.GraphModule, list[str]]:
@@ -150,9 +146,10 @@ def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Placement, dst:
     (gradient,) = torch.autograd.grad((torch.stack(expected) * weights).sum(), parts)
 
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program = Program(parts.detach(), weights, shape, axis_of(mesh, "sp"))
-        value = program.move(src, dst)
-        total = program.call(aten.sum.default, program.call(aten.mul.Tensor, value, program.weight))
+        program = Program([parts, weights], [shape], axis_of(mesh, "sp"))
+        own, weight = program.parts
+        value = program.move(own, src, dst)
+        total = program.call(aten.sum.default, program.call(aten.mul.Tensor, value, weight))
         gm, fired = program.lowered(COLLECTIVE_RULES, total, value)
         run = run_on_ranks(gm, [parts, weights], num_ranks, backward=0)
 
@@ -167,72 +164,21 @@ def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Placement, dst:
         torch.testing.assert_close(own[rank], gradient[rank], rtol=0, atol=1e-14)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.some(1)
-def test_the_mean_gradient_is_that_of_the_whole(num_ranks: int) -> None:
-    """Whole inputs, a cut, a move, and the global loss on every rank: what data parallelism averages is right."""
-    shape = (2 * num_ranks, 4 * num_ranks)
-    shards = [placement for placement in placements(shape, num_ranks) if isinstance(placement, Shard)]
-    for src, dst in itertools.product(shards, [Replicate(), *shards]):
-        run = _loss_of_moved(num_ranks, shape, src, dst)
-        weights = _weights(shape)
-        for outputs in run.outputs:
-            torch.testing.assert_close(outputs[0], (_weights(shape, seed=1) * weights).sum(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(run.gradients()[0], weights, rtol=0, atol=1e-14)
-
-
-def _weights(shape: Sequence[int], seed: int = 2) -> torch.Tensor:
-    return torch.randn(tuple(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Placement) -> RankRun:
-    """sum(x * weights), with both cut: x by `src` and moved to `dst`, the weights by `dst`."""
-    whole, weights = _weights(shape, seed=1).requires_grad_(), _weights(shape)
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        axis = axis_of(mesh, "sp")
-        graph, mode, shapes = fx.Graph(), FakeTensorMode(), dict[fx.Node, Sequence[int]]()
-        inputs = [graph.placeholder(name) for name in ("x", "weights")]
-        for node, value in zip(inputs, (whole, weights), strict=True):
-            node.meta["val"] = mode.from_tensor(value)
-
-        def move(node: fx.Node, src: Placement, dst: Placement) -> fx.Node:
-            if src == dst:
-                return node
-            moved = graph.call_function(redistribute, (node, src, dst, axis))
-            of = shapes[moved] = shapes.get(node, node.meta["val"].shape)
-            with mode:
-                local = part(torch.empty(of, dtype=torch.float64), dst, 0, num_ranks)
-            moved.meta["val"] = local
-            return moved
-
-        x = move(move(inputs[0], Replicate(), src), src, dst)
-        product = graph.call_function(aten.mul.Tensor, (x, move(inputs[1], Replicate(), dst)))
-        total = graph.call_function(aten.sum.default, (product,))
-        with mode:
-            product.meta["val"] = aten.mul.Tensor(x.meta["val"], x.meta["val"])
-            total.meta["val"] = aten.sum.default(product.meta["val"])
-        graph.output((move(total, Partial(), Replicate()) if isinstance(dst, Shard) else total,))
-        gm = fx.GraphModule({}, graph)
-        RuleSet("lower", Known(GLOBAL_SHAPE, shapes, LOCAL_SHAPES), COLLECTIVE_RULES).apply(
-            gm, context=SpmdContext(axis)
-        )
-        return run_on_ranks(gm, [whole, weights], num_ranks, backward=0)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("are_labels", [True, False])
 def test_slices_that_have_names(num_ranks: int, are_labels: bool) -> None:
     """Integers that a loss reads are labels, others positions; AutoSP says which it cut."""
     ids, logits = torch.arange(2 * num_ranks) % 3, torch.randn(num_ranks, 2, 3)
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program = Program(torch.stack([ids] * num_ranks), logits, ids.shape, axis_of(mesh, "sp"))
-        moved = program.move(Replicate(), Shard(0))
-        read = [program.call(aten.cross_entropy_loss.default, program.weight, moved)] if are_labels else []
+        given = [torch.stack([ids] * num_ranks), logits]
+        program = Program(given, [ids.shape], axis_of(mesh, "sp"))
+        whole, weight = program.parts
+        moved = program.move(whole, Replicate(), Shard(0))
+        read = [program.call(aten.cross_entropy_loss.default, weight, moved)] if are_labels else []
         gm, fired = program.lowered(
             RuleSet("slices", SLICE_RULES, COLLECTIVE_RULES, needs=(LOCAL_SHAPES,)), moved, *read
         )
-        run = run_on_ranks(gm, program.inputs, num_ranks)
+        run = run_on_ranks(gm, given, num_ranks)
     assert fired == ["autosp.shard_label_ids" if are_labels else "autosp.shard_position_ids"]
     for rank in range(num_ranks):
         assert torch.equal(run.outputs[rank][0], part(ids, Shard(0), rank, num_ranks))

@@ -137,6 +137,10 @@ def refused(rules: RuleSet, context: Any = None) -> str:
         (plan({param("mlp.up.weight"): Partial()}), "an input cannot be held as P(sum)"),
         (plan({param("mlp.up.weight"): 0}), "0 is no placement"),  # pyright: ignore[reportArgumentType]
         (plan({param("mlp.up.weight"): Shard(0, outer=5)}), "tp=2 ranks do not divide S(0, outer=5)"),
+        (
+            plan({module_output("mlp.up"): Shard(1, outer=4, inner=2, uneven=True)}),
+            "do not divide S(1, outer=4, inner=2",
+        ),
         (plan({inputs("y"): Shard(0)}), "inputs('y') matches nothing; the graph has 'x'"),
         (plan({outputs(2): Shard(0)}), "outputs('2'): the graph returns no tensor there; it has 2 outputs"),
         (plan({module_output("attention"): Shard(0)}), "matches nothing; the graph has 'mlp'"),
