@@ -86,7 +86,7 @@ def attend_over_ring(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention on whole values; sharded on the sequence, it is lowered to a ring over groups of `per_group` ranks."""
-    return attention_by_rows(q, k, v, leaves, mask, scale, softcap, sinks)[0]
+    return attention_by_rows(q, k, v, leaves, mask, scale, softcap, sinks, None)[0]
 
 
 def _rows_are_independent(call: Call) -> IndexMap:

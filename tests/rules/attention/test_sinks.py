@@ -190,5 +190,6 @@ def test_the_operator_is_one_for_torch() -> None:
         0.5,
         0.0,
         column(sinks).detach().requires_grad_(),
+        None,
     )
     torch.library.opcheck(ATTENTION_BY_ROWS, arguments)
