@@ -80,7 +80,7 @@ from rules.attention.softcap import MERGE_FACTORS, SOFTCAPS
 from rules.attention.spellings import CLEANUP, EINSUM, KEYS, SOFTMAX
 from rules.canonical.normal_forms import drop_to, type_as_to_to
 from rules.canonical.operands import OPERANDS
-from rules.masks.own_keys import keeps_own_keys
+from rules.masks.meanings import keeps_own_keys
 
 __all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED", "FUSIONS_UNBIASED"]
 

@@ -27,7 +27,17 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["POINTWISE", "Leaf", "MaskCall", "MaskExpression", "Range", "Term", "kept_and_hidden", "parse_mask"]
+__all__ = [
+    "POINTWISE",
+    "Leaf",
+    "MaskCall",
+    "MaskExpression",
+    "Range",
+    "Term",
+    "kept_and_hidden",
+    "leaves_in",
+    "parse_mask",
+]
 
 aten = torch.ops.aten
 
@@ -72,6 +82,13 @@ class MaskCall:
 
 
 Term: TypeAlias = "Leaf | MaskCall | float | bool | torch.dtype | None"
+
+
+def leaves_in(term: Term) -> set[int]:
+    """Returns the indices of the leaves that a term reads."""
+    if isinstance(term, Leaf):
+        return {term.index}
+    return {number for arg in term.args for number in leaves_in(arg)} if isinstance(term, MaskCall) else set()
 
 
 def kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
