@@ -140,7 +140,10 @@ def keeps_own_keys(mask: fx.Node) -> bool | str:
     masks, windows, chunks and ALiBi have it; of padding, documents or a learned bias it is unknown.
     """
     found = finding(mask, _OWN_KEYS)
-    return found.claim is not None or found.why
+    if found.claim is not None:
+        return True
+    read = read_mask(mask)
+    return read if isinstance(read, str) else found.why
 
 
 def _look(mask: fx.Node, claims: tuple[Claim, ...]) -> Finding:
