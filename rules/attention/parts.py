@@ -222,7 +222,7 @@ def _attended(match: Match, q: Any, kt: Any, v: Any, *, is_scaled_last: bool) ->
     """Calls attention with what the match has of: bias, mask, kept or hidden with fill, sinks, softcap, dropout."""
     k = torch.transpose(kt, -2, -1)
     bias, mask, kept, hidden, sinks = (_given(match, name) for name in ("bias", "mask", "kept", "hidden", "sinks"))
-    scale, fill, softcap = scale_of(match), match.captures.get("fill"), match.captures.get("softcap") or 0.0
+    scale, fill, softcap = scale_of(match), match.captures.get("fill"), float(match.captures.get("softcap") or 0.0)
     if is_scaled_last and bias is not None:
         bias = bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
     if is_scaled_last and fill is not None:
