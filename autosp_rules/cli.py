@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autosp_rules.demo.job import Job
@@ -184,16 +183,20 @@ def _run(job: Job) -> int:
 def _train_rank(job: Job) -> tuple[list[StepRow], str]:
     """Runs one rank's part of the job; rank 0 shows progress. Returns the rows (none on other ranks) and the report."""
     import torch.distributed as dist
+    from tqdm import tqdm
 
     from autosp_rules.backend import AutoSPBackend
     from autosp_rules.demo.train import compare
 
     backend = AutoSPBackend(job.config)
     rows: list[StepRow] = []
-    with _Progress(job.steps, shown=dist.get_rank() == 0) as progress:
-        for row in compare(job, backend, progress.doing):
+    is_hidden = None if dist.get_rank() == 0 else True  # None: where there is no terminal
+    with tqdm(total=job.steps, disable=is_hidden, leave=False) as progress:
+        for row in compare(job, backend, progress.set_description):
             rows.append(row)
-            progress.write(_line(row))
+            with progress.external_write_mode():
+                print(_line(row), flush=True)
+            progress.update()
     return rows, str(backend.reports[-1])
 
 
@@ -252,50 +255,3 @@ def _verdict(rows: Sequence[StepRow]) -> str:
             f"  the worst gradient is that of {where.worst_parameter}, step {where.step}",
         ]
     )
-
-
-class _Progress:
-    """A progress bar on the last line of the terminal, with the current activity; without a terminal, nothing."""
-
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._total = total
-        self._done = 0
-        self._what = "starting"
-        self._since = time.monotonic()
-        self._end = threading.Event()
-        self._turn = threading.Lock()
-        self._thread = threading.Thread(target=self._tick, daemon=True) if shown and sys.stderr.isatty() else None
-
-    def __enter__(self) -> Self:
-        if self._thread:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread:
-            self._end.set()
-            self._thread.join()
-            self._show("")
-
-    def doing(self, what: str) -> None:
-        """Sets the current activity."""
-        if what != self._what:
-            self._what, self._since = what, time.monotonic()
-
-    def write(self, line: str) -> None:
-        """Prints a finished step's line above the bar."""
-        self._done += 1
-        with self._turn:
-            if self._thread:
-                self._show("")
-            print(line, flush=True)
-
-    def _tick(self) -> None:
-        while not self._end.wait(0.2):
-            filled = 24 * self._done // self._total
-            seconds = time.monotonic() - self._since
-            with self._turn:
-                self._show(f"[{'#' * filled:<24}] {self._done}/{self._total}  {self._what}  {seconds:.0f} s")
-
-    def _show(self, text: str) -> None:
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

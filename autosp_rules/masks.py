@@ -20,7 +20,7 @@ from rules.attention.operator import ATTEND, is_sdpa
 from rules.masks.kinds import kind_of
 from rules.masks.reading import is_dense
 
-__all__ = ["CheckFlex", "DescribeMasks", "FlexHoldsScores", "MaskedAttention"]
+__all__ = ["DescribeMasks", "FlexHoldsScores", "MaskedAttention"]
 
 _LONG = 131_072
 """Length (tokens) at which the report prices a dense mask: a typical long context."""
@@ -65,12 +65,21 @@ class FlexHoldsScores(Event, frozen=True):
 
 
 class DescribeMasks:
-    """A step that reports masks that are never held, with how they are computed, and dense masks with their price."""
+    """A step that reports masks that are never held, with how they are computed, and dense masks with their price.
+
+    Args:
+        kernel: what was asked for.
+        inner: the backend that compiles the program.
+
+    Raises:
+        RefusedError: inductor is to compile flex attention for the CPU, where it has no backward pass.
+    """
 
     name = "describe_masks"
 
-    def __init__(self, kernel: MaskKernel = "auto") -> None:
+    def __init__(self, kernel: MaskKernel, inner: object) -> None:
         self._kernel: MaskKernel = kernel
+        self._inner = inner
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         found = {node: event for node in edit.nodes() if (event := self._event(node)) is not None}
@@ -80,7 +89,20 @@ class DescribeMasks:
         for event, (first, *more) in alike.items():
             where = {"num_calls": 1 + len(more), "first": first.name, "source": source_line(first)}
             report.events.append(event.model_copy(update=where))
+        flex = next((node for node in found if node.target is FLEX_ATTENTION), None)
+        if flex is not None and self._kernel != "rows":  # else it is the model's own
+            self._check_flex(flex, report)
         return 0
+
+    def _check_flex(self, node: fx.Node, report: Report) -> None:
+        if self._inner != "inductor":
+            report.events.append(FlexHoldsScores())
+        elif fake_value(node.all_input_nodes[0]).device.type == "cpu":
+            refuse(
+                "inductor has no backward pass of flex attention on the CPU",
+                hint="use mask_kernel='auto' or 'rows', or inner='aot_eager', which holds all scores",
+                node=node,
+            )
 
     def text(self) -> str:
         return "an event for every kind of mask: what it means, or why it is dense and what it costs"
@@ -94,36 +116,6 @@ class DescribeMasks:
             is_asked = self._kernel != "rows" and fake_value(node.all_input_nodes[0]).device.type == "cuda"
             return MaskedAttention(num_calls=1, computed="rows", mask=mask, why=why_not_flex(node) if is_asked else "")
         return _dense(node) if node.target is ATTEND else None
-
-
-class CheckFlex:
-    """The step that reports flex attention which is not compiled to a kernel.
-
-    Raises:
-        RefusedError: inductor is to compile it for the CPU, where it has no backward pass.
-    """
-
-    name = "check_flex"
-
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
-
-    def run(self, edit: Edit, context: Any, report: Report) -> int:
-        node = next((node for node in edit.nodes() if node.target is FLEX_ATTENTION), None)
-        if node is None:
-            return 0
-        if self._inner != "inductor":
-            report.events.append(FlexHoldsScores())
-        elif fake_value(node.all_input_nodes[0]).device.type == "cpu":
-            refuse(
-                "inductor has no backward pass of flex attention on the CPU",
-                hint="use mask_kernel='auto' or 'rows', or inner='aot_eager', which holds all scores",
-                node=node,
-            )
-        return 0
-
-    def text(self) -> str:
-        return "flex attention is compiled to a kernel, or reported"
 
 
 def _dense(node: fx.Node) -> MaskedAttention | None:

@@ -10,9 +10,10 @@ from torch import fx
 
 from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import is_recomputed
-from autosp_rules.memory.costs import bytes_of, sends_of
+from autosp_rules.memory.costs import SENDERS, bytes_of, sends_of
 from fxrewrite import Event, EventLog, Refusal, Report
 from fxrewrite.graph import differentiated
+from fxrewrite.ops import key
 from fxrewrite.spmd import ADJOINTS, COLLECTIVE_KINDS, Axis, ProductsWhole, collective_bytes, size_hint
 
 __all__ = ["AutoSPReport", "Collective", "LeftAlone", "summarize", "whole_share"]
@@ -145,21 +146,22 @@ def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
     is_enabled = torch.is_grad_enabled()
     grads = differentiated(list(gm.graph.nodes), _requires_gradient) if is_enabled else set[fx.Node]()
     for node in gm.graph.nodes:
-        kind = COLLECTIVE_KINDS.get(node.target)
+        kind, inside = COLLECTIVE_KINDS.get(node.target), sends_of(node)
         if kind is not None:
-            sent = round(collective_bytes(kind, bytes_of(node.all_input_nodes[0], size_hint), axis.size))
-            found.setdefault((kind, "forward"), []).append(sent)
-            if node in grads:
-                found.setdefault((ADJOINTS[kind], "backward"), []).append(sent)
-            if is_recomputed(node):
-                found.setdefault((kind, "again"), []).append(sent)
-        inside = sends_of(node)
-        if inside is not None:
-            found.setdefault((inside.kind, "forward"), []).append(inside.forward)
-            if node in grads:
-                found.setdefault((inside.kind, "backward"), []).append(inside.backward)
-            if is_recomputed(node):
-                found.setdefault((inside.kind, "again"), []).append(inside.forward)
+            sent = collective_bytes(kind, bytes_of(node.all_input_nodes[0], size_hint), axis.size)
+            forward, backward = (kind, sent), (ADJOINTS[kind], sent)
+        elif inside is not None:
+            kind = SENDERS[key(node)]
+            forward, backward = (kind, inside.forward), (kind, inside.backward)
+        else:
+            continue
+        sends = [("forward", *forward)]
+        if node in grads:
+            sends.append(("backward", *backward))
+        if is_recomputed(node):
+            sends.append(("again", *forward))
+        for direction, name, num_bytes in sends:
+            found.setdefault((name, direction), []).append(round(num_bytes))
     return [
         Collective(kind=kind, direction=direction, count=len(sent), bytes_sent=sum(sent))
         for (kind, direction), sent in sorted(

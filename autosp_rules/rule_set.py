@@ -15,7 +15,7 @@ from autosp_rules.attention import (
     choose_attention,
 )
 from autosp_rules.config import AutoSPConfig
-from autosp_rules.masks import CheckFlex, DescribeMasks
+from autosp_rules.masks import DescribeMasks
 from autosp_rules.memory.budget import DECIDED, FitMemory
 from autosp_rules.memory.checkpoint import FindUnreadTags, TagCheckpoints
 from autosp_rules.memory.logits import DropLogits, FindHeldLogits
@@ -149,8 +149,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         staged(WRITE_OUT_SLOTS, needs=(SLOTS, COLLECTIVE_CALLS), precedes=(CHECKPOINTS,)),
         staged(BY_ROWS, needs=(COLLECTIVE_CALLS, MASK_KINDS), gives=(BLOCKS,)),
         *(() if flex == "rows" else (staged(flex_rules(flex), needs=(BLOCKS,), precedes=(MASK_KERNELS,)),)),
-        staged(DescribeMasks(flex), needs=(BLOCKS,), gives=(MASK_KERNELS,)),
-        *(() if flex == "rows" else (staged(CheckFlex(config.inner), needs=(MASK_KERNELS,)),)),
+        staged(DescribeMasks(flex, config.inner), needs=(BLOCKS,), gives=(MASK_KERNELS,)),
         staged(REPEAT_HEADS, needs=(MASK_KERNELS,), gives=(ALL_HEADS,)),
         staged(LOWER_ATTENTION, needs=(ALL_HEADS,), gives=(KERNELS,)),
         staged(ONE_DEVICES_DRAWS if is_global else DrawByRank(), needs=(KERNELS,), gives=(DRAWS,)),

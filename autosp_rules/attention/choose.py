@@ -10,18 +10,17 @@ from pydantic import Field
 from torch import fx
 
 from autosp_rules.attention.strategy import (
+    CHOICE,
     AttentionCall,
     AttentionStrategy,
     Choice,
-    choice_of,
-    redistribution_of,
     write_choice,
 )
 from autosp_rules.config import AttentionOption
 from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import source_line
-from fxrewrite.spmd import Axis, Shard, SpmdContext, choose, placement_of, redistribution_bytes, size_hint
+from fxrewrite.spmd import Axis, Shard, SpmdContext, choose, placement_of, redistribute, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
 __all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
@@ -108,7 +107,7 @@ class DescribeAttention:
         axis = SpmdContext.required(context, self.name).axis
         alike: dict[tuple[str, str, int, str], list[fx.Node]] = {}
         for node in edit.nodes():
-            placement, choice = placement_of(node), choice_of(node)
+            placement, choice = placement_of(node), CHOICE.of(node)
             if isinstance(placement, Shard) and choice is not None:
                 how = _how(node, placement) if choice.sent is None else choice.strategy
                 why = choice.why if how == choice.strategy else "it sends fewer bytes"
@@ -139,8 +138,10 @@ def _how(node: fx.Node, placement: Shard) -> str:
 
 def _bytes_sent(node: fx.Node, axis: Axis) -> int:
     """Returns how many bytes a rank sends to move q, k and v to a call, and its result back."""
-    q, k, v = (redistribution_of(operand) for operand in node.args[:3])
-    moves: list[tuple[fx.Node, Any, Any]] = [(n, n.args[1], n.args[2]) for n in {q, k, v} if n is not None]
-    if q is not None:  # the result is moved back as q was moved
-        moves.append((node, q.args[2], q.args[1]))
+    operands: Any = node.args[:3]
+    moved = [operand for operand in operands if operand.target is redistribute]
+    moves = [(x, *x.args[1:3]) for x in dict.fromkeys(moved)]
+    if node.args[0] in moved:  # the result is moved back as q was moved
+        _, src, dst, _ = moved[0].args
+        moves.append((node, dst, src))
     return round(sum(redistribution_bytes(bytes_of(x, size_hint), src, dst, axis.size) for x, src, dst in moves))

@@ -82,18 +82,11 @@ def _traded(values: Sequence[torch.Tensor], ring: Ring, sent: Sequence[Any], rec
     return [part.reshape(x.shape) for part, x in zip(parts, values, strict=True)]
 
 
-def _heads_for_rows(values: Sequence[torch.Tensor], ring: Ring) -> list[torch.Tensor]:
-    """[B, H, S, D] -> [B, H / U, U S, D], in each group."""
-    in_group = [_is(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
-    cut = [x.unflatten(1, (ring.per_group, -1)).movedim(1, 0) for x in values]
-    return [x.movedim(0, 2).flatten(2, 3) for x in _traded(cut, ring, in_group, in_group)]
-
-
-def _rows_for_heads(values: Sequence[torch.Tensor], ring: Ring) -> list[torch.Tensor]:
-    """[B, H / U, U S, D] -> [B, H, S, D], in each group."""
-    in_group = [_is(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
-    cut = [x.unflatten(2, (ring.per_group, -1)).movedim(2, 0) for x in values]
-    return [x.movedim(0, 1).flatten(1, 2) for x in _traded(cut, ring, in_group, in_group)]
+def _in_group(values: Sequence[torch.Tensor], ring: Ring, cut: int, join: int) -> list[torch.Tensor]:
+    """In each group, cuts dimension `cut` into a part for each rank, and joins what comes along dimension `join`."""
+    pieces = [_is(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
+    parts = [x.unflatten(cut, (ring.per_group, -1)).movedim(cut, 0) for x in values]
+    return [x.movedim(0, join).flatten(join, join + 1) for x in _traded(parts, ring, pieces, pieces)]
 
 
 def _zigzag(values: Sequence[torch.Tensor], ring: Ring, *, back: bool) -> list[torch.Tensor]:
@@ -121,11 +114,11 @@ def _exchange(values: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
     *place, back = how
     ring, found = Ring(*place), list(values)
     if not back and ring.per_group > 1:
-        found = _heads_for_rows(found, ring)
+        found = _in_group(found, ring, 1, 2)  # [B, H, S, D] -> [B, H / U, U S, D]
     if ring.zigzag:
         found = _zigzag(found, ring, back=back)
     if back and ring.per_group > 1:
-        found = _rows_for_heads(found, ring)
+        found = _in_group(found, ring, 2, 1)
     return [x.clone(memory_format=torch.contiguous_format) for x in found]  # received parts share memory
 
 

@@ -17,9 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, divides, needs, serve
+from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, Price, Replicate, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
+from fxrewrite.spmd import (
+    Axis,
+    Price,
+    Replicate,
+    Shard,
+    SpmdContext,
+    redistribute,
+    redistribution_bytes,
+    require_divisible,
+    size_proxy,
+)
 from rules.attention.operator import attend_with, attention_rule
 from rules.masks.kinds import CAUSAL, name_mask
 
@@ -66,7 +76,7 @@ def _why_not(call: AttentionCall, axis: Axis) -> str:
 def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
     """Propagation gathers where the heads do not divide, or moves to a batch where that is cheaper; where the user asks
     for this strategy, k and v are required replicated by the redistributions that `gather_keys` states."""
-    if asked or divides(call.heads, axis):
+    if asked or require_divisible(call.heads, axis.size):
         return Choice("gather_kv", "", gather_keys.id)
     return Choice("gather_kv", "", causal_to_mask.id if call.is_causal else "")
 

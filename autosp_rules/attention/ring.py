@@ -35,7 +35,7 @@ from autosp_rules.attention.strategy import (
     needs,
     serve,
 )
-from autosp_rules.memory.costs import SentBytes, bytes_of, set_sends
+from autosp_rules.memory.costs import bytes_of, set_sends
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import fake_value, key
 from fxrewrite.spmd import (
@@ -65,7 +65,7 @@ from rules.attention.by_rows import attention_by_rows, mask_of
 from rules.attention.operator import attention_rule
 from rules.masks.expressions import parse_mask
 from rules.masks.kinds import kind_of, name_mask
-from rules.masks.own_keys import keeps_own_keys
+from rules.masks.meanings import keeps_own_keys
 from rules.masks.reading import read_mask
 
 __all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
@@ -86,7 +86,7 @@ def attend_over_ring(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention on whole values; sharded on the sequence, it is lowered to a ring over groups of `per_group` ranks."""
-    return attention_by_rows(q, k, v, leaves, mask, scale, softcap, sinks)[0]
+    return attention_by_rows(q, k, v, leaves, mask, scale, softcap, sinks, None)[0]
 
 
 def _rows_are_independent(call: Call) -> IndexMap:
@@ -184,7 +184,7 @@ def _(
         sinks = moved[0] if moved else None
     attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, softcap, sinks, *how)
     name_mask(match.edit, attended.node, kind_of(match.root))
-    _say(match, attended, _sends_of_ring(k, v, axis.size // per_group))
+    _say(match, attended, *_sends_of_ring(k, v, axis.size // per_group))
     out = match.call(operator.getitem, attended, 0)
     if is_moved:
         (out,) = _moved(match, [out], how, back=True)
@@ -221,31 +221,31 @@ def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool)
     _, _, per_group, zigzag, _ = how
     held = sum(_bytes(x) for x in values)
     sent = round(collective_bytes("all_to_all", held, per_group) + zigzag * held)
-    _say(match, moved, SentBytes("exchange", sent, sent))
+    _say(match, moved, sent, sent)
     return [match.call(operator.getitem, moved, i) for i in range(len(values))]
 
 
-def _sends_of_ring(k: Any, v: Any, num_groups: int) -> SentBytes:
+def _sends_of_ring(k: Any, v: Any, num_groups: int) -> tuple[int, int]:
     """k and v go to all other groups forward, and again in the backward, where their gradients return in float32."""
     chunk, size = _bytes(k) + _bytes(v), k.node.meta["val"].element_size()
     forward = round(collective_bytes("all_gather", chunk, num_groups))
-    return SentBytes("ring", forward, forward + num_groups * chunk * max(4, size) // size)
+    return forward, forward + num_groups * chunk * max(4, size) // size
 
 
 def _bytes(x: fx.Proxy) -> int:
     return bytes_of(x.node, size_hint)
 
 
-def _say(match: Match, sent: fx.Proxy, sends: SentBytes) -> None:
+def _say(match: Match, sent: fx.Proxy, forward: int, backward: int) -> None:
     axis = SpmdContext.required(match.context, lower_ring.id).axis
     match.edit.set_meta(sent.node, "axis", axis.name)
-    set_sends(match.edit, sent.node, sends)
+    set_sends(match.edit, sent.node, forward, backward)
 
 
 RING_RULES = RuleSet("lower_ring", lower_ring, needs=(LOCAL_SHAPES,), precedes=(COLLECTIVE_CALLS,))
 
 
-def _why_no_ring(call: AttentionCall, axis: Axis) -> str:
+def _why_no_ring(call: AttentionCall) -> str:
     """Says why no kind of ring can serve the call; empty if one can."""
     length, num_keys = call.q.shape[-2], call.k.shape[-2]
     heads, kv_heads = (size_hint(n) for n in (call.heads, call.kv_heads))
@@ -268,13 +268,6 @@ def _why_no_mask(call: AttentionCall) -> str:
         return "the mask is added to the scores, and may hide all keys of a row by a finite number"
     read = read_mask(call.mask)
     return f"the mask cannot be read as an expression of rows and columns: {read}" if isinstance(read, str) else ""
-
-
-def _why_no_groups(call: AttentionCall, axis: Axis) -> str:
-    if _per_group(size_hint(call.heads), axis.size) > 1:
-        return _why_no_ring(call, axis)
-    heads = size_hint(call.heads)
-    return f"{axis.size} ranks cannot be split into two or more groups of two or more that share {heads} heads"
 
 
 def _per_group(heads: int, num_ranks: int) -> int:
@@ -308,25 +301,6 @@ def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Price:
     return Price(forward, forward + num_groups * wide * chunk, busiest * call.flops / axis.size)
 
 
-def _ring_cost(call: AttentionCall, axis: Axis) -> Price:
-    return _cost(call, axis, 1)
-
-
-def _groups_cost(call: AttentionCall, axis: Axis) -> Price:
-    return _cost(call, axis, _per_group(size_hint(call.heads), axis.size))
-
-
-def _choose_ring(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
-    why = f"keys travel{_unequal(call, axis, 1)}"
-    return Choice("ring", why, ring_of_ranks.id, sent=round(_ring_cost(call, axis).forward))
-
-
-def _choose_groups(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
-    per_group = _per_group(size_hint(call.heads), axis.size)
-    why = f"{axis.size // per_group} groups of {per_group} ranks{_unequal(call, axis, per_group)}"
-    return Choice("ring_ulysses", why, ring_in_groups.id, sent=round(_groups_cost(call, axis).forward))
-
-
 def _unequal(call: AttentionCall, axis: Axis, per_group: int) -> str:
     if _halves(call, axis, per_group) != "odd":
         return ""
@@ -334,5 +308,29 @@ def _unequal(call: AttentionCall, axis: Axis, per_group: int) -> str:
     return f", {rows} rows have no halves to trade, so the last ranks may compute more than the first"
 
 
-RING = AttentionStrategy("ring", _why_no_ring, _choose_ring, _ring_cost, rules=(ring_of_ranks,))
-RING_ULYSSES = AttentionStrategy("ring_ulysses", _why_no_groups, _choose_groups, _groups_cost, rules=(ring_in_groups,))
+def _strategy(name: str, rule: Rule, *, in_groups: bool) -> AttentionStrategy:
+    """Returns the strategy of a ring over all ranks, or over groups of ranks that share the heads."""
+
+    def per_group_of(call: AttentionCall, axis: Axis) -> int:
+        return _per_group(size_hint(call.heads), axis.size) if in_groups else 1
+
+    def why_not(call: AttentionCall, axis: Axis) -> str:
+        if in_groups and per_group_of(call, axis) == 1:
+            shared = f"share {size_hint(call.heads)} heads"
+            return f"{axis.size} ranks cannot be split into two or more groups of two or more that {shared}"
+        return _why_no_ring(call)
+
+    def choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
+        per_group = per_group_of(call, axis)
+        how = f"{axis.size // per_group} groups of {per_group} ranks" if in_groups else "keys travel"
+        sent = round(_cost(call, axis, per_group).forward)
+        return Choice(name, f"{how}{_unequal(call, axis, per_group)}", rule.id, sent=sent)
+
+    def cost(call: AttentionCall, axis: Axis) -> Price:
+        return _cost(call, axis, per_group_of(call, axis))
+
+    return AttentionStrategy(name, why_not, choose, cost, rules=(rule,))
+
+
+RING = _strategy("ring", ring_of_ranks, in_groups=False)
+RING_ULYSSES = _strategy("ring_ulysses", ring_in_groups, in_groups=True)

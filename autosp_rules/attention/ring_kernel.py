@@ -24,9 +24,9 @@ from autosp_rules.attention.exchange import PLACE, Ring, send
 from fxrewrite.ops import HOST_WAITS, communicates, key
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention.blocks import tiles_of_parts
-from rules.attention.by_rows import attention_by_rows_backward, attention_to_part
+from rules.attention.by_rows import attention_by_rows, attention_by_rows_backward, differentiate
 from rules.attention.flops import declare_attention
-from rules.attention.kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
+from rules.attention.kernels import lse_dtype, merge_blocks, with_sinks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
 
@@ -115,7 +115,7 @@ def _attend(
     """
     found: tuple[torch.Tensor, torch.Tensor] | None = None
     for step in _around(q, k, v, leaves, mask, Ring(*place)):
-        out, lse = attention_to_part(q, step.k, step.v, step.leaves, mask, scale, softcap, step.kept)
+        out, lse = attention_by_rows(q, step.k, step.v, step.leaves, mask, scale, softcap, None, step.kept)
         out = out.to(lse.dtype)
         found = (out, lse) if found is None else merge_blocks(*found, out, lse)
     assert found is not None, "a ring has a group"
@@ -143,7 +143,7 @@ def _gradients_of(
     dq, home = torch.zeros_like(q, dtype=lse.dtype), None
     # The gradients of a chunk follow it around the ring; each group adds its part and sends them on.
     for step in _around(q, k, v, leaves, mask, ring):
-        how = (step.leaves, mask, scale, softcap, lse.dtype, step.kept)
+        how = (step.leaves, mask, scale, softcap, step.kept, lse.dtype)
         dq_part, *given = attention_by_rows_backward(dout, q, step.k, step.v, out, lse, *how)
         dq = dq + dq_part
         if home is not None:
@@ -186,22 +186,7 @@ def _(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, leaves, mask, scale, softcap, sinks, *place = inputs
-    ctx.how = (mask, scale, softcap, *place)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
-
-
-def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
-    given = ring_attention_backward(dout, q, k, v, out, lse, leaves, *ctx.how)
-    to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
-    _, _, _, *place = ctx.how
-    return (*given, [None] * len(leaves), None, None, None, to_sinks, *[None] * len(place))
-
-
-ring_attention.register_autograd(_gradients, setup_context=_save)
+differentiate(ring_attention, ring_attention_backward)
 RING_ATTENTION = torch.ops.autosp.ring_attention.default
 """The registered operator of `ring_attention`; graphs call this."""
 declare_attention(key(RING_ATTENTION), lambda call: call.args["num_ranks"] // call.args["per_group"])

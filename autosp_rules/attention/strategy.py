@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,8 +24,6 @@ from fxrewrite.spmd import (
     Price,
     Size,
     operations,
-    redistribute,
-    require_divisible,
     size_hint,
 )
 from rules.attention.flops import hides_later_keys
@@ -36,10 +33,7 @@ __all__ = [
     "AttentionCall",
     "AttentionStrategy",
     "Choice",
-    "choice_of",
-    "divides",
     "needs",
-    "redistribution_of",
     "serve",
     "write_choice",
 ]
@@ -132,23 +126,8 @@ class AttentionStrategy:
     """Rules that run before propagation, on calls whose choice needs them."""
 
 
-def redistribution_of(operand: Any) -> fx.Node | None:
-    """Returns the redistribution that produces an attention's operand, or None."""
-    return operand if operand.target is redistribute else None
-
-
-def divides(count: Size, axis: Axis) -> bool:
-    """Whether that many heads divide over the axis."""
-    return require_divisible(count, axis.size)
-
-
-def choice_of(node: fx.Node) -> Choice | None:
-    """What was chosen for an attention call; None for other nodes."""
-    return CHOICE.of(node)
-
-
 def write_choice(edit: Edit, node: fx.Node, choice: Choice) -> None:
-    """Write the choice down where `choice_of` finds it, and propagation the placement that it requires."""
+    """Writes the choice down, and for propagation the placement that it requires."""
     edit.set_fact(node, CHOICE, choice)
     if choice.required is not None:
         edit.set_fact(node, REQUIRED, choice.required)
@@ -156,7 +135,7 @@ def write_choice(edit: Edit, node: fx.Node, choice: Choice) -> None:
 
 def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:
     """Copies the matched call's choice to its replacement, and marks the pending rewrite as done."""
-    choice = choice_of(match.root)
+    choice = CHOICE.of(match.root)
     assert choice is not None, "rules of a strategy match chosen calls"
     write_choice(match.edit, attended.node, replace(choice, rewrite=""))
     return attended
@@ -167,7 +146,7 @@ def needs(rewrite: str) -> Constraint:
 
     @where.predicate("root", text=f"needs[{rewrite}]")
     def asks(root: fx.Node) -> bool:
-        choice = choice_of(root)
+        choice = CHOICE.of(root)
         return choice is not None and choice.rewrite == rewrite
 
     return asks

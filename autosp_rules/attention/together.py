@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
 
-from autosp_rules.attention.strategy import redistribution_of
 from fxrewrite import Edit, Report
 from fxrewrite.ops import mutates
 from fxrewrite.spmd import Replicate, Shard, SpmdContext, bundle, redistribute
@@ -64,11 +64,10 @@ class MoveTogether:
 
 def _alike(attention: fx.Node) -> Iterator[list[fx.Node]]:
     """Yields groups of redistributions of an attention's operands that one collective can serve."""
-    found = dict.fromkeys(redistribution_of(operand) for operand in attention.args[:3])
+    operands: Any = attention.args[:3]
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
-    for node in found:
-        kind = _collective(node) if node is not None else ""
-        if node is not None and kind:
+    for node in dict.fromkeys(operand for operand in operands if operand.target is redistribute):
+        if kind := _collective(node):
             alike.setdefault((kind, _val(node).dtype, _val(node).device), []).append(node)
     yield from alike.values()
 

@@ -21,9 +21,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, divides, needs, serve
+from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, Price, Shard, SpmdContext, is_same_size, redistribution_bytes, size_hint
+from fxrewrite.spmd import (
+    Axis,
+    Price,
+    Shard,
+    SpmdContext,
+    is_same_size,
+    redistribution_bytes,
+    require_divisible,
+    size_hint,
+)
 from rules.attention.operator import attend_with, attention_rule
 
 __all__ = ["ULYSSES", "repeat_kv_heads"]
@@ -48,7 +57,7 @@ def _(match: Match, q: Any, k: Any, v: Any) -> fx.Proxy:
 
 
 def _why_not(call: AttentionCall, axis: Axis) -> str:
-    if divides(call.heads, axis):
+    if require_divisible(call.heads, axis.size):
         return ""
     return f"{size_hint(call.heads)} heads do not divide over axis {axis.name} (size {axis.size})"
 
@@ -56,7 +65,7 @@ def _why_not(call: AttentionCall, axis: Axis) -> str:
 def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
     why = f"{size_hint(call.heads)} heads divide over axis {axis.name} (size {axis.size})"
     required = Shard(call.q.dim() - 3) if asked and call.q.dim() > 2 else None  # by the heads
-    if divides(call.kv_heads, axis) or not call.enable_gqa:
+    if require_divisible(call.kv_heads, axis.size) or not call.enable_gqa:
         return Choice("ulysses", why, required=required)
     kv_heads = size_hint(call.kv_heads)
     why += f", {kv_heads} kv heads are sent as {math.lcm(kv_heads, axis.size)}"

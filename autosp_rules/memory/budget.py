@@ -23,7 +23,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -163,7 +163,7 @@ class FitMemory:
         compiler = inner if isinstance(inner, str) else "a callable"
         may_keep = "checkpoint" not in self._given
         options = OVERLAP if self._config.overlap else {}
-        search = _Search(edit, context, compiler, self._rules_with, may_keep=may_keep, options=options)
+        search = _Search(edit, context, compiler, self._rules_with, may_keep, options)
         best = search.best(self._budget, map(self._settings, self._rungs()))
         if best is None:
             raise self._refusal(edit, context, search.least())
@@ -231,35 +231,27 @@ class FitMemory:
         return AutoSPError.of(reason, hint=hint)
 
 
+@dataclass(slots=True)
 class _Search:
-    """Tries settings on one graph, each program once.
+    """Tries settings on one graph, each program once."""
 
-    Args:
-        edit, context: the graph, and that of its plan.
-        compiler: name of the backend.
-        rules: the rules of memory for settings.
-        may_keep: whether layers may keep what a budget leaves.
-        options: with which inductor compiles.
-    """
-
-    def __init__(
-        self,
-        edit: Edit,
-        context: Any,
-        compiler: str,
-        rules: Callable[[Mapping[str, Any]], RuleSet],
-        *,
-        may_keep: bool,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._edit, self._context, self._compiler, self._rules = edit, context, compiler, rules
-        self._may_keep, self._options = may_keep, options
-        self._traced: dict[str, StepMemory] = {}
-        self.tries: list[_Try] = []
+    edit: Edit
+    context: Any
+    """That of the graph's plan."""
+    compiler: str
+    rules: Callable[[Mapping[str, Any]], RuleSet]
+    """The rules of memory for settings."""
+    may_keep: bool
+    """Whether layers may keep what a budget leaves."""
+    options: Mapping[str, Any]
+    """With which inductor compiles."""
+    traced: dict[str, StepMemory] = field(default_factory=dict[str, StepMemory])
+    """The memory of a step, by the text of its program."""
+    tries: list[_Try] = field(default_factory=list[_Try])
 
     @property
     def num_traces(self) -> int:
-        return len(self._traced)
+        return len(self.traced)
 
     def best(self, budget: int, rungs: Iterator[dict[str, Any]]) -> _Try | None:
         """Returns the first try that fits; None if none does."""
@@ -272,7 +264,7 @@ class _Search:
                 continue
             tried = self._try(settings, budget)
             if tried.memory.peak <= budget:
-                is_open = self._may_keep and settings["checkpoint"] == "attention"
+                is_open = self.may_keep and settings["checkpoint"] == "attention"
                 return (is_open and self._with_more_kept(tried, budget)) or tried
             if tried.memory.given + tried.memory.gradients >= budget:
                 return None  # which all settings hold when a step ends
@@ -298,21 +290,21 @@ class _Search:
         """Returns what a step takes with these settings, roughly if far above a limit; the graph is as before."""
         report, program = Report(), None
         try:
-            with self._edit.savepoint():
-                self._rules(settings).run(self._edit, self._context, report)
-                program = self._edit.copied()
+            with self.edit.savepoint():
+                self.rules(settings).run(self.edit, self.context, report)
+                program = self.edit.copied()
                 raise _Undone
         except _Undone:
             pass
         assert program is not None, "it was copied"
-        self._context.finish(program)
+        self.context.finish(program)
         text = checkpoint_text(program) + graph_text(program)
-        known = self._traced.get(text)
+        known = self.traced.get(text)
         if known is None or (limit is None and known.is_guess):
             fix_rank(program, 0)  # sizes are those of every rank, and so are decisions
-            options = {**self._options, **(RECOMPUTE_LATE if checkpoint_text(program) else {})}
-            self._traced[text] = step_memory(program, self._compiler, options, limit=limit)
+            options = {**self.options, **(RECOMPUTE_LATE if checkpoint_text(program) else {})}
+            self.traced[text] = step_memory(program, self.compiler, options, limit=limit)
         found = next((event.found for event in report.events_of(Checkpointed)), None)
-        tried = _Try(settings, self._traced[text], None if found is None else found.kept_bytes)
+        tried = _Try(settings, self.traced[text], None if found is None else found.kept_bytes)
         self.tries.append(tried)
         return tried

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
-from fxrewrite.graph import Fact, reached, size_hint
+from fxrewrite.graph import reached, size_hint
 from fxrewrite.ops import bind, has_inexact, has_trait, is_maybe_view, is_random, is_view, key, mutated, tensors_of
 from fxrewrite.spmd import (
     ATTENTION_BACKWARD,
@@ -31,7 +30,7 @@ from rules.attention.flops import ATTENTION_KEYS
 
 __all__ = [
     "ATTENTION_PASSES",
-    "SentBytes",
+    "SENDERS",
     "backward_reads",
     "bases_of",
     "bytes_of",
@@ -50,44 +49,32 @@ __all__ = [
 ATTENTION_PASSES = 1 + ATTENTION_BACKWARD
 """FLOPs of forward and backward in units of the forward."""
 
-_EXCHANGES = frozenset({"autosp::exchange"})
-"""Operators that send and wait in one."""
-_SAVES_NOTHING = _EXCHANGES | set(map(key, COLLECTIVES.values()))
+_EXCHANGE = "autosp::exchange"
+SENDERS = {_EXCHANGE: "exchange", "autosp::ring_attention": "ring"}
+"""Operators that send and wait in one, by their names in reports."""
+_SAVES_NOTHING = {_EXCHANGE, *map(key, COLLECTIVES.values())}
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators whose backward reads nothing if this argument is a number."""
 _MANY = 1024
 """Ranks assumed for an all-reduce, whose call does not state them; with many, each sends about twice what it holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class SentBytes:
-    """What an operator with communication inside sends: bytes per rank at the traced size, the most of any rank."""
-
-    kind: str
-    forward: int
-    backward: int
-
-
-_SENDS = Fact[SentBytes]("sends")
-
-
-def set_sends(edit: Edit, node: fx.Node, sends: SentBytes) -> None:
-    """Records what the operator sends, for its cost, the report, and the price of a program that has it."""
+def set_sends(edit: Edit, node: fx.Node, forward: int, backward: int) -> None:
+    """Records what a rank sends inside an operator, in bytes at the traced size, the most of any rank."""
     flops = ATTENTION_PASSES * operations(node) if key(node) in ATTENTION_KEYS else 0.0
-    edit.set_fact(node, _SENDS, sends)
-    edit.set_meta(node, PRICE, Price(sends.forward, sends.backward, flops))
+    edit.set_meta(node, PRICE, Price(forward, backward, flops))
 
 
-def sends_of(node: fx.Node) -> SentBytes | None:
+def sends_of(node: fx.Node) -> Price | None:
     """Returns what an operator sends inside; None for one that does not."""
-    return _SENDS.of(node)
+    return node.meta.get(PRICE)
 
 
 def bytes_sent(node: fx.Node) -> int:
     """Returns how many bytes a rank sends in the node: a collective, or an operator that sends inside."""
     sends = sends_of(node)
     if sends is not None:
-        return sends.forward * bytes_of(node) // bytes_of(node, size_hint)
+        return round(sends.forward) * bytes_of(node) // bytes_of(node, size_hint)
     kind = COLLECTIVE_KINDS.get(node.target)
     if kind is None:
         return 0
@@ -98,7 +85,7 @@ def bytes_sent(node: fx.Node) -> int:
 
 def is_received(node: fx.Node) -> bool:
     """Whether the node's value came from other ranks."""
-    return key(node) in _EXCHANGES or node.target is COLLECTIVES["wait"]
+    return key(node) == _EXCHANGE or node.target is COLLECTIVES["wait"]
 
 
 def bytes_of(node: fx.Node, size: Callable[[Size], int] = planned_size) -> int:

@@ -22,7 +22,7 @@ Source: FlashAttention (arXiv 2205.14135); PyTorch, torch/nn/attention/flex_atte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ __all__ = [
     "BY_ROWS",
     "attention_by_rows",
     "attention_by_rows_backward",
-    "attention_to_part",
+    "differentiate",
     "mask_of",
     "why_not_by_rows",
 ]
@@ -61,8 +61,8 @@ aten = torch.ops.aten
 @torch.library.custom_op(
     "fxrewrite_rules::attention_by_rows",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, float softcap, Tensor? sinks)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, float softcap, Tensor? sinks,"
+    " Tensor? kept) -> (Tensor, Tensor)",
     tags=HOST_WAITS,
 )
 def attention_by_rows(
@@ -74,6 +74,7 @@ def attention_by_rows(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention, and the logsumexp of its scores [B, H, L], which has no gradient; shapes as in this module.
 
@@ -84,48 +85,24 @@ def attention_by_rows(
         scale: factor of the scores.
         softcap: what scores are bent to stay below, before the mask; 0 leaves them.
         sinks: an additional score for each row [B, H, L, 1], of a key whose value is 0; the logsumexp includes it.
+        kept: `rules.attention.blocks.kept_tiles` of the mask, where it is known.
     """
-    out, lse = _attend(q, k, v, leaves, mask, scale, softcap, None)
+    out, lse = _results(q, v)
+    for rows, runs, part in blocks(q, k, v, leaves, mask, softcap, kept):
+        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale, softcap)
+        _rows(out, rows).copy_(attended)
+        lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
     if sinks is not None:
         less, lse = with_sinks(out, lse, sinks)
         out.copy_(less)
     return out, lse
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    leaves: Sequence[torch.Tensor],
-    mask: str,
-    scale: float,
-    softcap: float,
-    kept: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to a part of the keys, without sinks and without gradients; `kept_tiles` of its mask is known."""
-    out, lse = _results(q, v)
-    for rows, runs, part in blocks(q, k, v, leaves, mask, softcap, kept):
-        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale, softcap)
-        _rows(out, rows).copy_(attended)
-        lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
-    return out, lse
-
-
-attention_to_part = torch.library.custom_op(
-    "fxrewrite_rules::attention_to_part",
-    _attend,
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, float softcap, Tensor? kept)"
-    " -> (Tensor, Tensor)",
-    tags=HOST_WAITS,
-)
-
-
 @torch.library.custom_op(
     "fxrewrite_rules::attention_by_rows_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] leaves, str mask, float scale,"
-    " float softcap, ScalarType? dtype=None, Tensor? kept=None) -> (Tensor, Tensor, Tensor)",
+    " float softcap, Tensor? kept=None, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
     tags=HOST_WAITS,
 )
 def attention_by_rows_backward(
@@ -139,8 +116,8 @@ def attention_by_rows_backward(
     mask: str,
     scale: float,
     softcap: float,
-    dtype: torch.dtype | None = None,
     kept: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of q, k and v, in `dtype`, or in the operands' own dtypes.
 
@@ -167,43 +144,39 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 @attention_by_rows.register_fake
-@attention_to_part.register_fake
 def _(q: Any, k: Any, v: Any, *_: Any) -> Any:
     return _results(q, v)
 
 
 @attention_by_rows_backward.register_fake
-def _(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    leaves: Any,
-    mask: str,
-    scale: float,
-    softcap: float,
-    dtype: Any = None,
-    kept: Any = None,
-) -> Any:
+def _(dout: Any, q: Any, k: Any, v: Any, *_: Any, dtype: Any = None) -> Any:
     return tuple(torch.empty_like(x, dtype=dtype) for x in (q, k, v))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, leaves, ctx.mask, ctx.scale, ctx.softcap, sinks = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
+def differentiate(operator: torch.library.CustomOpDef, backward: Callable[..., Any]) -> None:
+    """Registers the gradients of attention (q, k, v, leaves, mask, scale, softcap, sinks, *more) -> (out, lse).
+
+    Args:
+        operator: the attention; its logsumexp has no gradient.
+        backward: (dout, q, k, v, out, lse, leaves, mask, scale, softcap, *more) -> (dq, dk, dv).
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, k, v, leaves, mask, scale, softcap, sinks, *ctx.more = inputs
+        ctx.how = (mask, scale, softcap)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
+
+    def gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
+        given = backward(dout, q, k, v, out, lse, leaves, *ctx.how, *ctx.more)
+        to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
+        return (*given, [None] * len(leaves), None, None, None, to_sinks, *[None] * len(ctx.more))
+
+    operator.register_autograd(gradients, setup_context=save)
 
 
-def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
-    given = attention_by_rows_backward(dout, q, k, v, out, lse, leaves, ctx.mask, ctx.scale, ctx.softcap)
-    to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
-    return (*given, [None] * len(leaves), None, None, None, to_sinks)
-
-
-attention_by_rows.register_autograd(_gradients, setup_context=_save)
+differentiate(attention_by_rows, attention_by_rows_backward)
 ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
 """The registered operator of `attention_by_rows`; graphs call this."""
 declare_attention(key(ATTENTION_BY_ROWS))
@@ -281,7 +254,7 @@ def _(match: Match, q: Any, k: Any, v: Any, sinks: Any, scale: float | None, sof
     leaves, text, kind = mask_of(match)
     scale = 1 / math.sqrt(fake_value(match["q"]).shape[-1]) if scale is None else float(scale)
     attended = match.call(
-        ATTENTION_BY_ROWS, q, k, v, leaves, text or "full(1, torch.bool)", scale, float(softcap), sinks
+        ATTENTION_BY_ROWS, q, k, v, leaves, text or "full(1, torch.bool)", scale, float(softcap), sinks, None
     )
     name_mask(match.edit, attended.node, kind)
     return attended[0]

@@ -53,34 +53,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Rule, RuleSet, cap, either, maybe, op, where
+from fxrewrite import Literal, Rule, RuleSet, cap, either, maybe, op, where
 from rules.attention.heads import HEADS
 from rules.attention.parts import (
     BIAS,
     DIVISOR,
+    KEPT,
     KT,
     MASK,
     SAFE_SOFTMAX,
     SCALE,
     Q,
-    V,
-    add,
-    attend,
-    attend_to_kept,
     filled,
     fused,
     fusion,
-    hides,
     hides_by_divisor,
     hides_times_scale,
     is_added,
-    is_mask,
-    keys,
     raw_weights,
     scaled,
-    scaled_fill,
     weights,
 )
 from rules.attention.sinks import ATTENTION_SINKS, UNSHIFT
@@ -88,7 +80,7 @@ from rules.attention.softcap import MERGE_FACTORS, SOFTCAPS
 from rules.attention.spellings import CLEANUP, EINSUM, KEYS, SOFTMAX
 from rules.canonical.normal_forms import drop_to, type_as_to_to
 from rules.canonical.operands import OPERANDS
-from rules.masks.own_keys import keeps_own_keys
+from rules.masks.meanings import keeps_own_keys
 
 __all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED", "FUSIONS_UNBIASED"]
 
@@ -98,111 +90,39 @@ _biased: Any = maybe(_scores + BIAS)
 _scaled_bias: Any = either((_product + BIAS) * SCALE, (_product + BIAS) / DIVISOR)
 _fill_first: Any = filled(maybe(_product + BIAS), is_first=False)
 _wide: Any = op("to", _product, cap("cast", Literal))
-_KEPT = (*is_mask("kept", torch.bool), *is_mask("hidden", torch.bool), hides)
-
-
-def _read(weighted: Any, name: str, *conditions: Constraint) -> Rule:
-    return fusion(name, torch.matmul(weighted, V), *conditions)
 
 
 def _hidden_or_masked(scores: Any) -> Any:
     return either(filled(scores, is_first=False), scores + MASK, scores)
 
 
-fuse = _read(weights(maybe(_biased + MASK)), "fuse", *is_added("bias"), *is_added("mask"))
-fuse_scaled_bias = _read(weights(maybe(_scaled_bias + MASK)), "fuse_scaled_bias", *is_added("bias"), *is_added("mask"))
-fuse_filled = _read(weights(filled(_biased, is_first=False)), "fuse_filled", *is_added("bias"), *_KEPT)
-fuse_filled_mask = _read(weights(filled(_scores, is_first=False) + MASK), "fuse_filled_mask", *is_added("mask"), *_KEPT)
-fuse_scaled_fill = _read(
-    weights(either(_fill_first * SCALE, _fill_first / DIVISOR)),
-    "fuse_scaled_fill",
-    *is_added("bias"),
-    *_KEPT,
-    hides_times_scale,
-    hides_by_divisor,
-)
-fuse_wide = _read(weights(_hidden_or_masked(scaled(_wide))), "fuse_wide", *is_added("mask"), *_KEPT)
+_ADDED = (*is_added("bias"), *is_added("mask"))
 _cast: Any = maybe(op("to", _hidden_or_masked(_scores), cap("wide", Literal)))  # of float16; see `softmax` of parts
-fuse_safe = _read(weights(_cast, by=SAFE_SOFTMAX), "fuse_safe", *is_added("mask"), *_KEPT)
 
-
-@fuse.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: Any, mask: Any) -> Any:
-    """sdpa(q, k, v, bias + mask, scale)"""
-    return attend(match, q, keys(kt), v, add(bias, mask))
-
-
-@fuse_scaled_bias.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: fx.Proxy, mask: Any) -> Any:
-    """sdpa(q, k, v, bias * scale + mask, scale)"""
-    return attend(match, q, keys(kt), v, add(_scaled(match, bias), mask))
-
-
-@fuse_filled.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, fill: float) -> Any:
-    """sdpa(q, k, v, where(kept, bias, fill), scale), or what reads all values in rows that keep no key"""
-    return attend_to_kept(match, q, keys(kt), v, bias, None, fill)
-
-
-@fuse_filled_mask.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, mask: fx.Proxy, fill: float) -> Any:
-    """sdpa(q, k, v, where(kept, 0, fill) + mask, scale), or softmax(fill + mask) in rows that keep no key"""
-    return attend_to_kept(match, q, keys(kt), v, None, mask, fill)
-
-
-@fuse_wide.replacement
-@fuse_safe.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, mask: Any, fill: float | None) -> Any:
-    """sdpa(q, k, v, mask, scale), or as fuse_filled does it"""
-    if fill is None:
-        return attend(match, q, keys(kt), v, mask)
-    return attend_to_kept(match, q, keys(kt), v, None, None, fill)
-
-
-@fuse_scaled_fill.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, fill: float) -> Any:
-    """sdpa(q, k, v, where(kept, bias, fill) * scale, scale), or what reads all values in rows that keep no key"""
-    return attend_to_kept(
-        match, q, keys(kt), v, None if bias is None else _scaled(match, bias), None, scaled_fill(match, fill)
-    )
-
-
-def _scaled(match: Match, bias: Any) -> Any:
-    return bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
-
-
-fuse_unbiased = fusion("fuse_unbiased", torch.matmul(raw_weights(_scores), V))
-fuse_unbiased_filled = fusion(
-    "fuse_unbiased_filled",
-    torch.matmul(raw_weights(filled(_scores)), V),
-    *_KEPT,
+_FUSIONS = (
+    fusion("fuse", weights(maybe(_biased + MASK)), *_ADDED),
+    fusion("fuse_scaled_bias", weights(maybe(_scaled_bias + MASK)), *_ADDED, is_scaled_last=True),
+    fusion("fuse_filled", weights(filled(_biased, is_first=False)), *is_added("bias"), *KEPT),
+    fusion("fuse_filled_mask", weights(filled(_scores, is_first=False) + MASK), *is_added("mask"), *KEPT),
+    fusion(
+        "fuse_scaled_fill",
+        weights(either(_fill_first * SCALE, _fill_first / DIVISOR)),
+        *(*is_added("bias"), *KEPT, hides_times_scale, hides_by_divisor),
+        is_scaled_last=True,
+    ),
+    fusion("fuse_wide", weights(_hidden_or_masked(scaled(_wide))), *is_added("mask"), *KEPT),
+    fusion("fuse_safe", weights(_cast, by=SAFE_SOFTMAX), *is_added("mask"), *KEPT),
 )
-
-
-fuse_causal_bias = fusion(
-    "fuse_causal_bias",
-    torch.matmul(raw_weights(_scores + MASK), V),
-    *is_added("mask"),
-    where.predicate("mask", text="keeps_own_keys")(keeps_own_keys),
+_UNBIASED = (
+    fusion("fuse_unbiased", raw_weights(_scores)),
+    fusion("fuse_unbiased_filled", raw_weights(filled(_scores)), *KEPT),
+    fusion(
+        "fuse_causal_bias",
+        raw_weights(_scores + MASK),
+        *is_added("mask"),
+        where.predicate("mask", text="keeps_own_keys")(keeps_own_keys),
+    ),
 )
-
-
-@fuse_causal_bias.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, mask: fx.Proxy) -> Any:
-    """sdpa(q, k, v, mask, scale)"""
-    return attend(match, q, keys(kt), v, mask)
-
-
-@fuse_unbiased.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy) -> Any:
-    """sdpa(q, k, v, scale)"""
-    return attend(match, q, keys(kt), v, None)
-
-
-@fuse_unbiased_filled.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, fill: float) -> Any:
-    """sdpa(q, k, v, kept, scale), or the mean of v in rows that keep no key"""
-    return attend_to_kept(match, q, keys(kt), v, None, None, fill)
 
 
 def _drawing(rule: Rule) -> Rule:
@@ -212,7 +132,6 @@ def _drawing(rule: Rule) -> Rule:
     return fused(Rule(name, rule.pattern, rule.body, optional=True, **promises))
 
 
-_FUSIONS = (fuse, fuse_scaled_bias, fuse_filled, fuse_filled_mask, fuse_scaled_fill, fuse_wide, fuse_safe)
 _CASTS = RuleSet("attention.casts", RuleSet("attention.type_as", type_as_to_to), drop_to)
 _STEPS = (OPERANDS, _CASTS, EINSUM, UNSHIFT, SOFTMAX, HEADS)
 
@@ -220,9 +139,7 @@ ATTENTION = RuleSet("attention", *_STEPS, RuleSet("attention.fusions", *_FUSIONS
 ATTENTION_DROPOUT = RuleSet(
     "attention_dropout", *_STEPS, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
 )
-FUSIONS_UNBIASED = RuleSet(
-    "attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled, fuse_causal_bias, *SOFTCAPS.rules()
-)
+FUSIONS_UNBIASED = RuleSet("attention_unbiased.fusions", *_UNBIASED, *SOFTCAPS.rules())
 ATTENTION_UNBIASED = RuleSet(
     "attention_unbiased",
     OPERANDS,

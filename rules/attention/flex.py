@@ -54,7 +54,7 @@ _NARROWEST = 16
 
 def why_not_flex(by_rows: fx.Node) -> str:
     """Says why blockwise attention cannot become flex attention; empty if it can."""
-    q, k, v, leaves, mask, _, _, sinks = bind(by_rows).values()
+    q, k, v, leaves, mask, _, _, sinks, *_ = bind(by_rows).values()
     queries = fake_value(q)
     if queries.device.type != "cpu":
         narrowest = min(queries.shape[-1], fake_value(v).shape[-1])
@@ -119,7 +119,7 @@ def flex_rules(kernel: MaskKernel) -> RuleSet:
     """Returns the rule set that lowers blockwise attention to flex attention where `kernel` says so."""
     operands = (cap("q"), cap("k"), cap("v"), cap("leaves", "any"), cap("mask", "literal"))
     numbers = (cap("scale", "literal"), cap("softcap", "literal"))
-    by_rows: Any = op(ATTENTION_BY_ROWS, *operands, *numbers, cap("sinks", "optional"))
+    by_rows: Any = op(ATTENTION_BY_ROWS, *operands, *numbers, cap("sinks", "optional"), None)
     flex = Rule(
         "masks.attend_by_flex",
         Pattern((op(operator.getitem, by_rows, 0),), () if kernel == "flex" else (_has_kernel, _goes_by_flex)),

@@ -49,12 +49,12 @@ __all__ = [
     "ATTENTION_LAYOUTS",
     "LOWER_ATTENTION",
     "RAISE_ATTENTION",
+    "SDPA",
     "attend_with",
     "attention",
     "attention_rule",
     "attentions",
     "is_sdpa",
-    "sdpa_rule",
 ]
 
 aten = torch.ops.aten
@@ -128,6 +128,7 @@ _LIBRARY.impl("attention", attention, "CompositeImplicitAutograd")
 ATTEND = torch.ops.fxrewrite_rules.attention.default
 """The registered operator of `attention`; graphs call this."""
 declare_attention(key(ATTEND))
+SDPA = "scaled_dot_product_attention"
 
 ATTENTION_LAYOUTS = (LayoutRule("layout.attention_operator", (key(ATTEND),), attention_layout, move_to=("h", "g")),)
 """The sharding rule of the operator; it treats sinks as a mask with one column."""
@@ -151,6 +152,7 @@ def is_sdpa(attention: fx.Node) -> bool:
 def attention_rule(
     name: str,
     *conditions: Constraint,
+    of: Any = ATTEND,
     renames: bool = False,
     optional: bool = False,
     domain: Domain = "finite",
@@ -161,29 +163,13 @@ def attention_rule(
     It captures q, k, v, mask, sinks, dropout_p, is_causal, scale, enable_gqa and softcap, except arguments of the
     operator that are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is
     exact, and draws the same numbers by another operator; any other rule reassociates, and holds for values of its
-    `domain`.
+    `domain`. A rule `of` SDPA is on a call of scaled_dot_product_attention, which has no sinks and no softcap.
     """
-    own = {"sinks": cap("sinks", Maybe), **{name: cap(name, Literal) for name in _OWN_DEFAULTS}}
-    return _on_call(name, ATTEND, {**own, **given}, conditions, renames, optional, domain)
-
-
-def sdpa_rule(name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any) -> Rule:
-    """Like `attention_rule`, on a call of scaled_dot_product_attention, which has no sinks and no softcap."""
-    return _on_call(name, "scaled_dot_product_attention", given, conditions, renames, optional)
-
-
-def _on_call(
-    name: str,
-    target: Any,
-    given: dict[str, Any],
-    conditions: tuple[Constraint, ...],
-    renames: bool,
-    optional: bool,
-    domain: Domain = "finite",
-) -> Rule:
     operands = {"query": cap("q"), "key": cap("k"), "value": cap("v"), "attn_mask": cap("mask", Maybe)}
-    options = {name: cap(name, Literal) for name in _DEFAULTS}
-    pattern = Pattern((op(target, **{**operands, **options, **given}),), conditions)
+    options: dict[str, Any] = {option: cap(option, Literal) for option in _DEFAULTS}
+    if of is ATTEND:
+        options |= {"sinks": cap("sinks", Maybe)} | {option: cap(option, Literal) for option in _OWN_DEFAULTS}
+    pattern = Pattern((op(of, **{**operands, **options, **given}),), conditions)
     numerics, domain = ("exact", "all") if renames else ("reassociates", domain)
     rng = "changes" if renames else "preserves"  # the draws are equal, but another operator makes them
     made = Rule(name, pattern, numerics=numerics, domain=domain, rng=rng, optional=optional)
@@ -228,7 +214,7 @@ def attend_with(match: Match, **changed: Any) -> fx.Proxy:
 
 _ANY_SCALE = cap("scale", "any")
 """Captures any scale, because in a graph with symbolic floats the scale is a node, not a literal."""
-raise_sdpa = sdpa_rule("attention.raise_sdpa", renames=True, scale=_ANY_SCALE)
+raise_sdpa = attention_rule("attention.raise_sdpa", of=SDPA, renames=True, scale=_ANY_SCALE)
 lower_to_sdpa = attention_rule("attention.lower_to_sdpa", renames=True, sinks=None, softcap=0.0, scale=_ANY_SCALE)
 
 

@@ -7,6 +7,8 @@ batch, or batch and heads. k and v may have size 1 there where q has more; they 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,20 +26,16 @@ if TYPE_CHECKING:
 __all__ = [
     "BIAS",
     "DIVISOR",
+    "KEPT",
     "KT",
     "MASK",
     "SAFE_SOFTMAX",
     "SCALE",
     "Q",
     "V",
-    "add",
-    "attend",
-    "attend_to_kept",
     "cast_and_dropout",
     "divides",
-    "draws",
     "draws_nothing",
-    "expanded",
     "filled",
     "fused",
     "fusion",
@@ -48,12 +46,10 @@ __all__ = [
     "is_mask",
     "is_number",
     "is_taken",
-    "keys",
     "no_narrower",
     "raw_weights",
     "scale_of",
     "scaled",
-    "scaled_fill",
     "softmax",
     "weights",
 ]
@@ -118,16 +114,30 @@ def softmax(match: Match, x: Any, dtype: torch.dtype | None, *, is_safe: bool) -
     return match.call(getattr(named_operator(SAFE_SOFTMAX), "default"), x, -1, dtype)  # noqa: B009  # an overload
 
 
-def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
-    """Returns a rule that matches a product of `weights` and V; the caller adds the replacement.
+def fusion(name: str, weights: Any, *conditions: Constraint, is_scaled_last: bool = False) -> Rule:
+    """Returns the rule that makes the product of weights and V one operator.
 
     A fill only hides scores that are far above it, so rules with `filled` scores hold for scores of moderate size.
+
+    Args:
+        name: of the rule, in the family `attention`.
+        weights: of the values; what they capture of all that `_attended` reads is what the operator gets.
+        conditions: beyond those of operands, scales and casts.
+        is_scaled_last: whether a scale is that of all that is added to the scores before it, not of scores alone.
     """
-    captured = {capture.name for capture in Pattern((weighted,)).captures}
+    product: Any = torch.matmul(weights, V)
+    captured = {capture.name for capture in Pattern((product,)).captures}
     casts = no_narrower("q", *(name for name in _CAST_DTYPES if name in captured))
-    pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *casts, *conditions))
+    pattern = Pattern((product,), (*_OPERANDS, *_SCALES, *casts, *conditions))
     domain = "moderate" if hides in conditions else "finite"
-    return fused(Rule(f"attention.{name}", pattern, numerics="reassociates", domain=domain, optional=True))
+    made = fused(Rule(f"attention.{name}", pattern, numerics="reassociates", domain=domain, optional=True))
+
+    @made.replacement
+    def _(match: Match, q: Any, kt: Any, v: Any) -> Any:
+        """attention(q, k, v, mask, sinks, scale, softcap); a row that keeps no key reads what it did"""
+        return _attended(match, q, kt, v, is_scaled_last=is_scaled_last)
+
+    return made
 
 
 def fused(rule: Rule) -> Rule:
@@ -208,69 +218,77 @@ def _refused(draw: Draw, found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     )
 
 
-def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None, softcap: float = 0.0) -> Any:
-    """Calls scaled_dot_product_attention with the dropout of the match, and its scale unless `scale` is given; or the
-    operator of `rules.attention.operator` if there is a softcap, for which the former has no argument.
+def _attended(match: Match, q: Any, kt: Any, v: Any, *, is_scaled_last: bool) -> Any:
+    """Calls attention with what the match has of: bias, mask, kept or hidden with fill, sinks, softcap, dropout."""
+    k = torch.transpose(kt, -2, -1)
+    bias, mask, kept, hidden, sinks = (_given(match, name) for name in ("bias", "mask", "kept", "hidden", "sinks"))
+    scale, fill, softcap = scale_of(match), match.captures.get("fill"), float(match.captures.get("softcap") or 0.0)
+    if is_scaled_last and bias is not None:
+        bias = bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
+    if is_scaled_last and fill is not None:
+        low = fill * scale
+        fill = low if low >= torch.finfo(value(match["q"]).dtype).min else -math.inf  # no score is as low as that
+    call = partial(_attend, match, sinks=sinks, scale=scale * (softcap or 1.0), softcap=abs(softcap))
+    if fill is None:
+        return call(q, k, v, _sum(bias, mask))
+    kept = torch.logical_not(hidden) if kept is None else kept
+    return _attend_to_kept(call, q, k, v, bias, mask, kept, fill if sinks is None else -math.inf, draws=_draws(match))
+
+
+def _given(match: Match, name: str) -> Any:
+    """Returns the proxy of a captured node; None if the pattern or the taken alternative has none of that name."""
+    node = match.captures.get(name)
+    return None if node is None else match.proxy(node)
+
+
+def _attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, sinks: Any, scale: float, softcap: float) -> Any:
+    """Calls scaled_dot_product_attention with the dropout of the match; or the operator of `rules.attention.operator`
+    if there are sinks or a softcap, for which the former has no argument.
 
     Operands of three dimensions get a batch of size 1, because no fused kernel takes three dimensions.
     """
-    k, v = expanded(k, q), expanded(v, q)
+    k, v = _expanded(k, q), _expanded(v, q)
     if mask is not None and mask.dtype != q.dtype and torch.promote_types(mask.dtype, q.dtype) == q.dtype:
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-    dropout_p = float(match["p"]) if draws(match) else 0.0
-    scale = scale_of(match) if scale is None else scale
     is_flat = q.ndim == 3
     if is_flat:
         q, k, v = (torch.unsqueeze(x, 0) for x in (q, k, v))
-        mask = torch.unsqueeze(mask, 0) if mask is not None and mask.ndim == 3 else mask
-    if softcap:
-        attended = match.call(ATTEND, q, k, v, mask, dropout_p=dropout_p, scale=scale, softcap=softcap)
+        mask, sinks = (torch.unsqueeze(x, 0) if x is not None and x.ndim == 3 else x for x in (mask, sinks))
+    if softcap or sinks is not None:
+        options = {"softcap": softcap} if softcap else {}
+        operands = (q, k, v, mask) if sinks is None else (q, k, v, mask, sinks)
+        attended = match.call(ATTEND, *operands, scale=scale, **options)  # rules refuse a dropout here
     else:
+        dropout_p = float(match["p"]) if _draws(match) else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
     return torch.select(attended, 0, 0) if is_flat else attended
 
 
-def attend_to_kept(
-    match: Match,
-    q: Any,
-    k: Any,
-    v: Any,
-    bias: Any,
-    mask: Any,
-    fill: float,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
+def _attend_to_kept(
+    call: Callable[..., Any], q: Any, k: Any, v: Any, bias: Any, mask: Any, kept: Any, fill: float, *, draws: bool
 ) -> Any:
-    """Calls what `attend` calls where scores that are not kept are filled, and `mask` is added to all.
+    """Calls attention where scores that are not `kept` are filled, and `mask` is added to all.
 
     A row that keeps no key reads all values, by softmax(fill + mask), and gives q and k no gradient. That is their mean
     if there is no mask. With a mask, or a dropout, which draws for each of these values, q is 0 in such rows, and so
     are their scores; the fill is subtracted again, since exp(fill - logsumexp) has no digits left for so large a fill.
     """
-    kept, hidden = match["kept"], match["hidden"]
-    kept = torch.logical_not(match.proxy(hidden)) if kept is None else match.proxy(kept)
-    given = add(bias, mask)
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    if fill == -math.inf or (mask is None and not draws(match)):
-        added = kept if given is None else _filled(kept, given, fill)
-        attended = attend(match, q, k, v, added, **how)
-        if fill == -math.inf or is_same_size(
-            value(match["v"]).shape[-2], 0
-        ):  # no keys at all: zeros, which have no mean
+    given = _sum(bias, mask)
+    if fill == -math.inf or (mask is None and not draws):
+        attended = call(q, k, v, kept if given is None else _filled(kept, given, fill))
+        has_no_keys = is_same_size(value(v.node).shape[-2], 0)  # then results are zeros, and v has no mean
+        if fill == -math.inf or has_no_keys:
             return attended
         return torch.where(torch.any(kept, -1, True), attended, torch.mean(v, -2, True))
     keeps_any = torch.any(kept, -1, True)
     q = _filled(keeps_any, q, 0.0)
     if given is None:
-        return attend(match, q, k, v, torch.logical_or(kept, torch.logical_not(keeps_any)), **how)
+        return call(q, k, v, torch.logical_or(kept, torch.logical_not(keeps_any)))
     if mask is None:
-        nothing = torch.zeros_like(given)
-        return attend(match, q, k, v, torch.where(keeps_any, _filled(kept, given, fill), nothing), **how)
+        return call(q, k, v, torch.where(keeps_any, _filled(kept, given, fill), torch.zeros_like(given)))
     wide = torch.promote_types(mask.dtype, q.dtype)  # as the original adds it to the scores
     low = (mask if mask.dtype == wide else mask.to(wide)) + fill
-    added = torch.where(kept, given, torch.where(keeps_any, low, low - fill))
-    return attend(match, q, k, v, added, **how)
+    return call(q, k, v, torch.where(kept, given, torch.where(keeps_any, low, low - fill)))
 
 
 @where.predicate("p", "train", text="draws_nothing")
@@ -279,7 +297,7 @@ def draws_nothing(p: float | None, train: bool | None) -> bool | str:
     return not (p and train) or f"a dropout of {p} draws"
 
 
-def draws(match: Match) -> bool:
+def _draws(match: Match) -> bool:
     """Whether the match has a dropout that draws."""
     return bool(match["p"] and match["train"])
 
@@ -288,12 +306,7 @@ def _filled(kept: Any, x: Any, fill: float) -> Any:
     return torch.ops.aten.where.ScalarOther(kept, x, fill)
 
 
-def keys(kt: Any) -> Any:
-    """Returns k, given k^T."""
-    return torch.transpose(kt, -2, -1)
-
-
-def add(bias: Any, mask: Any) -> Any:
+def _sum(bias: Any, mask: Any) -> Any:
     """Returns the sum, or the one that is not None, or None."""
     return mask if bias is None else bias if mask is None else bias + mask
 
@@ -305,7 +318,7 @@ def scale_of(match: Match) -> float:
     return 1.0 if match["scale"] is None else float(match["scale"])
 
 
-def expanded(x: Any, q: Any) -> Any:
+def _expanded(x: Any, q: Any) -> Any:
     """Returns `x` expanded to the batch and heads of q, because the fused kernels do not broadcast."""
     pairs = zip(value(x.node).shape[:-2], value(q.node).shape[:-2], strict=True)
     fits = [is_same_size(a, b) for a, b in pairs]
@@ -319,7 +332,7 @@ def is_mask(name: str, *dtypes: torch.dtype) -> tuple[Constraint, ...]:
 
 
 def is_added(name: str) -> tuple[Constraint, ...]:
-    """The capture broadcasts to the scores, and is added to them without being rounded: see `attend`."""
+    """The capture broadcasts to the scores, and is added to them without being rounded: see `_attend`."""
     return (
         where.predicate(name, "q", text="is_taken")(is_taken),
         where.predicate(name, "q", "kt", text="broadcasts_to_scores")(_broadcasts_to_scores),
@@ -351,12 +364,6 @@ def hides(fill: Any) -> bool | str:
     """exp(fill - score) is 0 in every dtype for any realistic score; -65504 is the lowest float16."""
     is_real = isinstance(fill, (int, float)) and not isinstance(fill, bool)
     return (is_real and fill <= -65504.0) or f"a score may be as low as {fill!r}"
-
-
-def scaled_fill(match: Match, fill: float) -> float:
-    """Returns the fill times the scale of the match; -inf if the scores have no number as low as that."""
-    low = fill * scale_of(match)
-    return low if low >= torch.finfo(value(match["q"]).dtype).min else -math.inf
 
 
 @where.predicate("fill", "scale", text="hides_times_scale")
@@ -413,6 +420,8 @@ def _divides(number: Any) -> bool | str:
     return "a division by 0" if number == 0 else _is_number(number)
 
 
+KEPT = (*is_mask("kept", torch.bool), *is_mask("hidden", torch.bool), hides)
+"""What holds of `filled` scores."""
 _OPERANDS = (
     where.dtype("q", torch.float16, torch.bfloat16, torch.float32, torch.float64),
     where.same_dtype("q", "kt", "v"),

@@ -33,33 +33,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, chain, either, maybe, op, where
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, where
 from fxrewrite.ops import value
 from fxrewrite.spmd import is_same_size
-from rules.attention.operator import ATTEND
 from rules.attention.parts import (
     BIAS,
+    KEPT,
     KT,
     MASK,
     Q,
-    V,
-    add,
+    cast_and_dropout,
     draws_nothing,
-    expanded,
     filled,
     fusion,
-    hides,
     is_mask,
-    keys,
     no_narrower,
-    scale_of,
     scaled,
 )
 
 __all__ = ["ATTENTION_SINKS", "UNSHIFT"]
 
 _x, _sinks, _others = cap("x"), cap("sinks"), cap("others")
-_CASTS = ("to", "type_as")
 _DTYPE, _END, _LENGTH = cap("dtype", Literal), cap("end", "any"), cap("length", "any")
 
 
@@ -139,9 +133,7 @@ def _(match: Match, others: Any, sinks: Any) -> Any:
 def _weights(scores: Any) -> Any:
     """A softmax over keys and sinks, of which only the columns of keys are read, with an optional dropout."""
     kept = op("slice", _softmax(op("cat", [scores, _sinks], -1)), -1, 0, _END)
-    p, train = cap("p", Literal), cap("train", Literal)
-    cast = chain(kept, *_CASTS, most=1)
-    return either(op("dropout", cast, p, train), chain(op("dropout", kept, p, train), *_CASTS, least=1, most=1), cast)
+    return cast_and_dropout(kept, "type_as")
 
 
 @where.predicate("kt", "v", text="reads_all_keys")
@@ -153,38 +145,8 @@ def _reads_all_keys(kt: fx.Node, v: fx.Node) -> bool | str:
 _SINKS = (where.same_dtype("q", "sinks"), _is_a_column, _reads_all_keys, draws_nothing)
 _biased: Any = maybe(scaled(torch.matmul(Q, KT)) + BIAS)
 
-fuse_sinks = fusion(
-    "fuse_sinks", torch.matmul(_weights(maybe(_biased + MASK)), V), *is_mask("bias"), *is_mask("mask"), *_SINKS
-)
-fuse_filled_sinks = fusion(
-    "fuse_filled_sinks",
-    torch.matmul(_weights(filled(_biased)), V),
-    *is_mask("bias"),
-    *is_mask("kept", torch.bool),
-    *is_mask("hidden", torch.bool),
-    hides,
-    *_SINKS,
-)
-
-
-@fuse_sinks.replacement
-def _(match: Match, q: Any, kt: Any, v: Any, bias: Any, mask: Any, sinks: Any) -> Any:
-    """attention(q, k, v, bias + mask, sinks, scale)"""
-    return _attend(match, q, kt, v, add(bias, mask), sinks)
-
-
-@fuse_filled_sinks.replacement
-def _(match: Match, q: Any, kt: Any, v: Any, kept: Any, hidden: Any, bias: Any, sinks: Any) -> Any:
-    """attention(q, k, v, kept, sinks, scale)"""
-    kept = torch.logical_not(hidden) if kept is None else kept
-    mask = kept if bias is None else torch.ops.aten.where.ScalarOther(kept, bias, -torch.inf)
-    return _attend(match, q, kt, v, mask, sinks)
-
-
-def _attend(match: Match, q: Any, kt: Any, v: Any, mask: Any, sinks: Any) -> Any:
-    k, v = expanded(keys(kt), q), expanded(v, q)
-    return match.call(ATTEND, q, k, v, mask, sinks, scale=scale_of(match))
-
+fuse_sinks = fusion("fuse_sinks", _weights(maybe(_biased + MASK)), *is_mask("bias"), *is_mask("mask"), *_SINKS)
+fuse_filled_sinks = fusion("fuse_filled_sinks", _weights(filled(_biased)), *is_mask("bias"), *KEPT, *_SINKS)
 
 UNSHIFT = RuleSet("attention.unshift", unshift_softmax)
 ATTENTION_SINKS = RuleSet(

@@ -31,28 +31,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, where
 from rules.attention.parts import (
     DIVISOR,
+    KEPT,
     KT,
     MASK,
     SCALE,
     Q,
-    V,
-    attend,
-    attend_to_kept,
     divides,
     draws_nothing,
     filled,
     fused,
     fusion,
-    hides,
     is_added,
-    is_mask,
     is_number,
-    keys,
     no_narrower,
     raw_weights,
     scale_of,
@@ -99,34 +93,8 @@ def _(match: Match, q: Any, kt: Any, cast: torch.dtype | None) -> Any:
 _bent: Any = torch.tanh(scaled(_product)) * _SOFTCAP
 _CAPPED = (divides("softcap"), draws_nothing)
 
-fuse_softcap = fusion("fuse_softcap", torch.matmul(raw_weights(maybe(_bent + MASK)), V), *is_added("mask"), *_CAPPED)
-fuse_softcap_filled = fusion(
-    "fuse_softcap_filled",
-    torch.matmul(raw_weights(filled(_bent)), V),
-    *is_mask("kept", torch.bool),
-    *is_mask("hidden", torch.bool),
-    hides,
-    *_CAPPED,
-)
-
-
-def _options(match: Match) -> dict[str, float]:
-    """Returns the scale and the softcap of the operator: s * tanh(x * c) is |s| * tanh(x * (c * s) / |s|)."""
-    softcap = float(match["softcap"])
-    return {"scale": scale_of(match) * softcap, "softcap": abs(softcap)}
-
-
-@fuse_softcap.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, mask: Any) -> Any:
-    """attention(q, k, v, mask, scale, softcap)"""
-    return attend(match, q, keys(kt), v, mask, **_options(match))
-
-
-@fuse_softcap_filled.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, fill: float) -> Any:
-    """attention(q, k, v, kept, scale, softcap), or the mean of v in rows that keep no key"""
-    return attend_to_kept(match, q, keys(kt), v, None, None, fill, **_options(match))
-
+fuse_softcap = fusion("fuse_softcap", raw_weights(maybe(_bent + MASK)), *is_added("mask"), *_CAPPED)
+fuse_softcap_filled = fusion("fuse_softcap_filled", raw_weights(filled(_bent)), *KEPT, *_CAPPED)
 
 MERGE_FACTORS = RuleSet("attention_softcap.spellings", merge_factors)
 SOFTCAPS = RuleSet("attention_softcap.fusions", fuse_softcap, fuse_softcap_filled)

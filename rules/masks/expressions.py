@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,7 +27,18 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["POINTWISE", "Leaf", "MaskCall", "MaskExpression", "Range", "Term", "kept_and_hidden", "parse_mask"]
+__all__ = [
+    "POINTWISE",
+    "Leaf",
+    "MaskCall",
+    "MaskExpression",
+    "Range",
+    "Term",
+    "evaluate",
+    "kept_and_hidden",
+    "leaves_in",
+    "parse_mask",
+]
 
 aten = torch.ops.aten
 
@@ -74,6 +85,13 @@ class MaskCall:
 Term: TypeAlias = "Leaf | MaskCall | float | bool | torch.dtype | None"
 
 
+def leaves_in(term: Term) -> set[int]:
+    """Returns the indices of the leaves that a term reads."""
+    if isinstance(term, Leaf):
+        return {term.index}
+    return {number for arg in term.args for number in leaves_in(arg)} if isinstance(term, MaskCall) else set()
+
+
 def kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
     """Returns terms for "this entry keeps its key" and "it hides it"; an entry with another value does neither."""
     if dtype == torch.bool:
@@ -89,7 +107,7 @@ class MaskExpression:
 
     def part(self, leaves: Sequence[torch.Tensor], rows: Range, columns: Range) -> torch.Tensor:
         """Returns these rows and columns of the mask, in a shape that broadcasts to them."""
-        return _value(self.term, [_cut(_cut(leaf, -2, rows), -1, columns) for leaf in leaves], {})
+        return evaluate(self.term, [_cut(_cut(leaf, -2, rows), -1, columns) for leaf in leaves], _compute, {})
 
     def dtype(self, leaves: Sequence[torch.dtype]) -> torch.dtype:
         """Returns the dtype of the mask if its leaves have these dtypes."""
@@ -97,15 +115,22 @@ class MaskExpression:
         return self.part(given, (0, 1), (0, 1)).dtype
 
 
-def _value(term: Term, leaves: Sequence[torch.Tensor], known: dict[MaskCall, torch.Tensor]) -> Any:
-    """Evaluates a term. Not a recursive closure: that would keep `known` alive until garbage collection."""
+def evaluate(term: Term, leaves: Sequence[Any], call: Callable[..., Any], known: dict[MaskCall, Any]) -> Any:
+    """Evaluates a term by `call(name, *args)`, each call once; adds their values to `known`.
+
+    Not a recursive closure: that would keep `known` alive until garbage collection.
+    """
     if isinstance(term, Leaf):
         return leaves[term.index]
     if not isinstance(term, MaskCall):
         return term
     if term not in known:
-        known[term] = POINTWISE[term.name](*(_value(arg, leaves, known) for arg in term.args))
+        known[term] = call(term.name, *(evaluate(arg, leaves, call, known) for arg in term.args))
     return known[term]
+
+
+def _compute(name: str, *args: Any) -> torch.Tensor:
+    return POINTWISE[name](*args)
 
 
 def _cut(leaf: torch.Tensor, dim: int, part: Range) -> torch.Tensor:

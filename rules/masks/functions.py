@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxrewrite.spmd import is_same_size
-from rules.masks.expressions import POINTWISE, Leaf, MaskCall, MaskExpression, Term
+from rules.masks.expressions import POINTWISE, MaskExpression, Term, evaluate
 
 __all__ = ["INDICES", "Indices", "indices_of", "mask_body", "score_body"]
 
@@ -44,7 +44,7 @@ def indices_of(leaf: torch.Tensor) -> Indices:
 def mask_body(mask: MaskExpression, indices: Sequence[Indices], device: torch.device) -> fx.GraphModule:
     """Makes the subgraph (b, h, q_idx, kv_idx, *leaves) -> the entry of the mask."""
     graph = fx.Graph()
-    graph.output(_Writer(graph, indices, device).write(mask.term))
+    graph.output(_written(graph, mask.term, indices, device))
     return fx.GraphModule({}, graph)
 
 
@@ -58,35 +58,26 @@ def score_body(
     if softcap:
         bent = graph.call_function(aten.tanh.default, (graph.call_function(aten.div.Tensor, (score, softcap)),))
         score = graph.call_function(aten.mul.Tensor, (bent, softcap))
-    writer = _Writer(graph, indices, device)
-    graph.output(score if mask is None else graph.call_function(aten.add.Tensor, (score, writer.write(mask.term))))
+    added = _written(graph, None if mask is None else mask.term, indices, device)
+    graph.output(score if mask is None else graph.call_function(aten.add.Tensor, (score, added)))
     return fx.GraphModule({}, graph)
 
 
-class _Writer:
-    """Adds terms to a subgraph, each once, after the placeholders that it makes."""
+def _written(graph: fx.Graph, term: Term, indices: Sequence[Indices], device: torch.device) -> Any:
+    """Adds the placeholders of indices and leaves to a subgraph, then a term, which it returns."""
+    given = {name: graph.placeholder(name) for name in INDICES}
+    leaves = [graph.placeholder(f"x{i}") for i in range(len(indices))]
+    entries = [
+        graph.call_function(aten.index.Tensor, (leaf, [given[name] for name in names])) if names else leaf
+        for leaf, names in zip(leaves, indices, strict=True)
+    ]
 
-    def __init__(self, graph: fx.Graph, indices: Sequence[Indices], device: torch.device) -> None:
-        given = {name: graph.placeholder(name) for name in INDICES}
-        leaves = [graph.placeholder(f"x{i}") for i in range(len(indices))]
-        self._graph, self._device = graph, device
-        self._known: dict[Term, fx.Node] = {
-            Leaf(i): graph.call_function(aten.index.Tensor, (leaf, [given[name] for name in names])) if names else leaf
-            for i, (leaf, names) in enumerate(zip(leaves, indices, strict=True))
-        }
-
-    def write(self, term: Term) -> Any:
-        if not isinstance(term, (MaskCall, Leaf)):
-            return term
-        if term not in self._known:
-            assert isinstance(term, MaskCall), "all leaves are known"
-            self._known[term] = self._call(term.name, tuple(map(self.write, term.args)))
-        return self._known[term]
-
-    def _call(self, name: str, args: tuple[Any, ...]) -> fx.Node:
+    def call(name: str, *args: Any) -> fx.Node:
         if name == "to":
-            return self._graph.call_function(aten.to.dtype, args)
+            return graph.call_function(aten.to.dtype, args)
         if name == "full":
             number, dtype = args
-            return self._graph.call_function(aten.full.default, ([], number), {"dtype": dtype, "device": self._device})
-        return self._graph.call_function(POINTWISE[name], args)
+            return graph.call_function(aten.full.default, ([], number), {"dtype": dtype, "device": device})
+        return graph.call_function(POINTWISE[name], args)
+
+    return evaluate(term, entries, call, {})

@@ -23,7 +23,7 @@ from fxrewrite.graph import operands_first
 from fxrewrite.ops import bind, fake_value, filled_with, key, operators, value
 from fxrewrite.spmd import is_same_size
 from rules.masks.expressions import POINTWISE
-from rules.masks.reading import POINTWISE_KEYS, MaskPlace, ReadMask
+from rules.masks.reading import POINTWISE_KEYS, MaskPlace, ReadMask, UnreadableError, looked_through, place_of
 
 __all__ = ["LONGEST", "Affine", "Corners", "affine_of", "leaves_of", "pointwise"]
 
@@ -152,19 +152,24 @@ def leaves_of(read: ReadMask) -> list[Affine | torch.Tensor]:
 def _leaf(place: MaskPlace) -> Affine | torch.Tensor:
     rank = max((-dim for dim in place.dims if dim is not None), default=0)
     counts = Affine((1,), 0, torch.int64)
-    found = affine_of(place.node) if place.counted is None else counts
+    found = _placed(affine_of(place.node) if place.counted is None else counts, place, rank)
+    return found or torch.empty((1,) * rank, dtype=fake_value(place.node).dtype, device="meta")
+
+
+def _placed(x: Affine | None, place: MaskPlace, rank: int) -> Affine | None:
+    """Returns what the value of a place is in a mask of so many dimensions."""
     for cut in place.cuts:
         dim = place.dim_of(cut.dim)
-        if found is not None and dim is not None:
+        if x is not None and dim is not None:
             start, *_, step = (*cut.args[:1], 1, *cut.args[2:])
-            found = _cut(found, dim, start, step)
-    if found is None:
-        return torch.empty((1,) * rank, dtype=fake_value(place.node).dtype, device="meta")
+            x = _cut(x, dim, start, step)
+    if x is None:
+        return None
     slopes = [0] * rank
     for i, dim in enumerate(place.dims):
         if dim is not None and place.dim_of(dim) == i:
-            slopes[dim] = found.slopes[i]
-    return Affine((*slopes,), found.offset, found.dtype)
+            slopes[dim] = x.slopes[i]
+    return Affine((*slopes,), x.offset, x.dtype)
 
 
 _Values: TypeAlias = "Mapping[fx.Node, Affine | None]"
@@ -224,49 +229,15 @@ def _filled(node: fx.Node, known: _Values) -> Affine | None:
     return Affine((0,) * like.dim(), torch.full((), given, dtype=like.dtype).item(), like.dtype)
 
 
-def _same(node: fx.Node, known: _Values) -> Affine | None:
+def _viewed(node: fx.Node, known: _Values) -> Affine | None:
+    """Reads a view as a mask reads it; a constant may have any shape."""
     x, rank = _source(node, known), fake_value(node).dim()
-    return x and Affine((0,) * (rank - len(x.slopes)) + x.slopes, x.offset, x.dtype)
-
-
-def _unsqueezed(node: fx.Node, known: _Values) -> Affine | None:
-    x, dim = _source(node, known), bind(node)["dim"] % fake_value(node).dim()
-    return x and Affine((*x.slopes[:dim], 0, *x.slopes[dim:]), x.offset, x.dtype)
-
-
-def _reshaped(node: fx.Node, known: _Values) -> Affine | None:
-    """Allows adding and removing dimensions of size 1; a constant may have any shape."""
-    x, shape = _source(node, known), fake_value(node).shape
-    if x is None:
+    if x is None or x.is_constant:
+        return x and Affine((0,) * rank, x.offset, x.dtype)
+    try:
+        return _placed(x, looked_through(place_of(node)), rank)
+    except UnreadableError:
         return None
-    before = fake_value(node.all_input_nodes[0]).shape
-    left = [(size, slope) for size, slope in zip(before, x.slopes, strict=True) if not is_same_size(size, 1)]
-    slopes = [0] * len(shape)
-    if not x.is_constant:
-        long = [i for i, size in enumerate(shape) if not is_same_size(size, 1)]
-        if len(long) != len(left) or not all(is_same_size(shape[i], left[at][0]) for at, i in enumerate(long)):
-            return None
-        for i, (_, slope) in zip(long, left, strict=True):
-            slopes[i] = slope
-    return Affine((*slopes,), x.offset, x.dtype)
-
-
-def _reordered(node: fx.Node, known: _Values) -> Affine | None:
-    x, args = _source(node, known), bind(node)
-    if x is None:
-        return None
-    order = list(range(len(x.slopes)))
-    if "dims" in args:
-        order = [order[dim] for dim in args["dims"]]
-    else:
-        a, b = args["dim0"], args["dim1"]
-        order[a], order[b] = order[b], order[a]
-    return Affine(tuple(x.slopes[dim] for dim in order), x.offset, x.dtype)
-
-
-def _sliced(node: fx.Node, known: _Values) -> Affine | None:
-    x, args = _source(node, known), bind(node)
-    return x and _cut(x, args["dim"], args["start"], args.get("step", 1))
 
 
 def _cut(x: Affine, dim: int, start: Any, step: Any) -> Affine | None:
@@ -337,11 +308,7 @@ _RULES: Mapping[str, Callable[[fx.Node, _Values], Affine | None]] = {
     **dict.fromkeys(operators("cast"), _cast),
     "aten::arange": _counted,
     **dict.fromkeys(operators("zeros", "ones", "full"), _filled),
-    **dict.fromkeys(operators("same", "detach", "expand"), _same),
-    **dict.fromkeys(operators("reshape", "squeeze"), _reshaped),
-    "aten::unsqueeze": _unsqueezed,
-    **dict.fromkeys(operators("permute"), _reordered),
-    **dict.fromkeys(operators("slice"), _sliced),
+    **dict.fromkeys(operators("same", "detach", "expand", "reshape", "squeeze", "permute", "slice"), _viewed),
     "aten::select": _selected,
     "aten::diff": _differences,
     "aten::cumsum": _running_sum,

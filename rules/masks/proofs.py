@@ -21,7 +21,7 @@ False
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from rules.masks.bounds import Bounds, dtype_range, mask_bounds, term_bounds
 from rules.masks.expressions import Leaf, MaskCall, MaskExpression, Term
 from rules.masks.positions import Affine, Corners, pointwise
 
-__all__ = ["MOST_ENTRIES", "above_diagonal", "diagonal", "is_true_everywhere", "is_true_within", "up_to_diagonal"]
+__all__ = ["CORNERS", "MOST_ENTRIES", "is_true_everywhere", "is_true_within"]
 
 MOST_ENTRIES = 1 << 26
 """Limit of tiles and entries that are evaluated before a proof is given up; takes a second or two on a CPU."""
@@ -40,20 +40,13 @@ _AT_ONCE = 1 << 22
 """Limit of tiles and entries that are computed at once; their bounds take some hundred bytes each."""
 
 
-def up_to_diagonal(length: int) -> Corners:
-    """Returns the corners of the rows and columns with column <= row."""
-    return (0, 0), (length - 1, 0), (length - 1, length - 1)
-
-
-def diagonal(length: int) -> Corners:
-    """Returns the corners of the entries with column == row."""
-    return (0, 0), (length - 1, length - 1)
-
-
-def above_diagonal(length: int) -> Corners:
-    """Returns the corners of the rows and columns with column > row; for length 1, which has none, as for length 2."""
-    length = max(length, 2)
-    return (0, 1), (0, length - 1), (length - 2, length - 1)
+CORNERS: Mapping[str, Callable[[int], Corners]] = {
+    "le": lambda length: ((0, 0), (length - 1, 0), (length - 1, length - 1)),
+    "eq": lambda length: ((0, 0), (length - 1, length - 1)),
+    # Length 1 has no column after its row: what holds for length 2 covers it.
+    "gt": lambda length: ((0, 1), (0, max(length, 2) - 1), (max(length, 2) - 2, max(length, 2) - 1)),
+}
+"""The corners of the rows and columns of a square mask, by the relation of columns to rows."""
 
 
 def is_true_within(corners: Corners, condition: Term, leaves: Sequence[Affine | torch.Tensor]) -> bool:

@@ -27,7 +27,16 @@ from fxrewrite.ops import bind, fake_value, filled_with, has_trait, key, value
 from fxrewrite.spmd import Size, is_same_size, size_proxy
 from rules.masks.expressions import POINTWISE
 
-__all__ = ["POINTWISE_KEYS", "MaskPlace", "ReadMask", "is_dense", "read_mask"]
+__all__ = [
+    "POINTWISE_KEYS",
+    "MaskPlace",
+    "ReadMask",
+    "UnreadableError",
+    "is_dense",
+    "looked_through",
+    "place_of",
+    "read_mask",
+]
 
 aten = torch.ops.aten
 
@@ -41,7 +50,7 @@ Dims: TypeAlias = "tuple[int | None, ...]"
 """Dimension of the mask for each dimension of a value (-1: columns, -2: rows); None: size 1, absent in the mask."""
 
 
-class _UnreadableError(ValueError):
+class UnreadableError(ValueError):
     """Says why a mask is not an expression of small values."""
 
 
@@ -112,15 +121,15 @@ class ReadMask:
 
 def is_dense(mask: fx.Node) -> bool:
     """Whether a mask has both rows and columns."""
-    return _whole(mask).is_dense
+    return place_of(mask).is_dense
 
 
 def read_mask(mask: fx.Node) -> ReadMask | str:
     """Returns the mask as an expression, or says why it is not one."""
     reader = _Reader()
     try:
-        text = reader.text(_whole(mask))
-    except _UnreadableError as error:
+        text = reader.text(place_of(mask))
+    except UnreadableError as error:
         return str(error)
     for place in reader.places:
         if place.counted is None and _needs_gradient(place.node):
@@ -128,8 +137,9 @@ def read_mask(mask: fx.Node) -> ReadMask | str:
     return ReadMask(text, tuple(reader.places))
 
 
-def _whole(mask: fx.Node) -> MaskPlace:
-    return MaskPlace(mask, _from_behind(fake_value(mask).dim()))
+def place_of(node: fx.Node) -> MaskPlace:
+    """Returns a value as a mask of its own."""
+    return MaskPlace(node, _from_behind(fake_value(node).dim()))
 
 
 def _from_behind(rank: int) -> tuple[int, ...]:
@@ -150,7 +160,7 @@ class _Reader:
         if place not in self._texts:
             self._texts[place] = self._dense(place)
         if len(self._texts[place]) > _LONGEST:
-            raise _UnreadableError("it is too long an expression")
+            raise UnreadableError("it is too long an expression")
         return self._texts[place]
 
     def _dense(self, place: MaskPlace) -> str:
@@ -168,7 +178,7 @@ class _Reader:
             rows, columns = (self.text(MaskPlace(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
             kept = self.text(MaskPlace(node.all_input_nodes[0], place.dims, place.cuts))
             return f"masked_fill({kept}, {hidden}(sub({columns}, {rows}), {diagonal}), 0)"
-        return self.text(_looked_through(place))
+        return self.text(looked_through(place))
 
     def _operand(self, place: MaskPlace, arg: Any) -> str:
         """Returns the text of an operand of a pointwise operator, which broadcasts from the last dimension."""
@@ -176,7 +186,7 @@ class _Reader:
             return _literal(place.node, arg)
         found = value(arg)
         if not isinstance(found, torch.Tensor):
-            raise _UnreadableError(f"%{place.node.name} is computed from a number of the graph")
+            raise UnreadableError(f"%{place.node.name} is computed from a number of the graph")
         return self.text(MaskPlace(arg, place.dims[len(place.dims) - found.dim() :], place.cuts))
 
 
@@ -188,12 +198,15 @@ def _is_number(node: fx.Node) -> bool:
 def _literal(node: fx.Node, number: Any) -> str:
     is_number = isinstance(number, (bool, int, float)) and not math.isnan(number)
     if not is_number and not (number is None or isinstance(number, torch.dtype)):
-        raise _UnreadableError(f"%{node.name} has the argument {number}")
+        raise UnreadableError(f"%{node.name} has the argument {number}")
     return str(number)
 
 
-def _looked_through(place: MaskPlace) -> MaskPlace:
-    """Returns the place of a view's operand, with the view applied to its dimensions and cuts."""
+def looked_through(place: MaskPlace) -> MaskPlace:
+    """Returns the place of a view's operand, with the view applied to its dimensions and cuts.
+
+    Raises UnreadableError if it is not such a view.
+    """
     node, name = place.node, key(place.node)
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape: Any = getattr(value(source), "shape", ())
@@ -219,7 +232,7 @@ def _looked_through(place: MaskPlace) -> MaskPlace:
         dim: int = bind(node)["dim"] % len(shape)
         return MaskPlace(source, (*place.dims[:dim], None, *place.dims[dim:]), place.cuts)
     what = "an input or a parameter" if node.op in ("placeholder", "get_attr") else name
-    raise _UnreadableError(f"%{node.name}, {what}, has rows and columns")
+    raise UnreadableError(f"%{node.name}, {what}, has rows and columns")
 
 
 def _but_for_ones(place: MaskPlace, shape: Sequence[Size]) -> Dims:
@@ -235,7 +248,7 @@ def _but_for_ones(place: MaskPlace, shape: Sequence[Size]) -> Dims:
             left = [*left, (None, size)]
             break
     if left:
-        raise _UnreadableError(f"%{place.node.name} reshapes rows and columns")
+        raise UnreadableError(f"%{place.node.name} reshapes rows and columns")
     return tuple(found)
 
 

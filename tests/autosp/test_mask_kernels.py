@@ -104,7 +104,7 @@ def test_on_the_cpu_masks_are_computed_by_rows(kernel: MaskKernel, inner: str) -
 
 @pytest.mark.parametrize("case", ON_CUDA)
 def test_the_report_says_why_masks_stay_by_rows_on_cuda(case: str) -> None:
-    report = RuleSet("masks", BY_ROWS, flex_rules("auto"), DescribeMasks("auto")).apply(on_cuda(case))
+    report = RuleSet("masks", BY_ROWS, flex_rules("auto"), DescribeMasks("auto", "inductor")).apply(on_cuda(case))
     (line,) = report.lines
     assert f", computed by rows: {ON_CUDA[case][-1]}" in line
 

@@ -24,7 +24,7 @@ class _Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[tuple[int, torch.dtype]] = []
-        opaque = (by_rows.attention_to_part, by_rows.attention_by_rows_backward)
+        opaque = (by_rows.attention_by_rows, by_rows.attention_by_rows_backward)
         self._bodies: dict[Any, Callable[..., Any]] = {
             **bodies_of_communicating(),
             **{operator._opoverload: operator._init_fn for operator in opaque},

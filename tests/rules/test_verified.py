@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autosp_rules.attention.gather_kv import GATHER_KV, causal_to_mask, gather_keys
 from autosp_rules.attention.ring import RING, ring_of_ranks
-from autosp_rules.attention.strategy import AttentionCall, Choice, choice_of, write_choice
+from autosp_rules.attention.strategy import CHOICE, AttentionCall, Choice, write_choice
 from autosp_rules.attention.ulysses import ULYSSES, repeat_kv_heads
 from fxrewrite import Edit, Pattern, Report, Rule, RuleSet
 from fxrewrite.registry import registered
@@ -132,7 +132,7 @@ class ChooseEverywhere:
 
     def run(self, edit: Edit, context: object, report: Report) -> int:
         for node in attentions(edit.nodes()):
-            is_open = choice_of(node) is None and self._rule_id not in node.meta.get("fxrewrite", ())
+            is_open = CHOICE.of(node) is None and self._rule_id not in node.meta.get("fxrewrite", ())
             if is_open and not self._strategy.why_not(AttentionCall.of(node), AXIS):
                 write_choice(edit, node, Choice("any", "", self._rule_id))
         return 0

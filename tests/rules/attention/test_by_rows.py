@@ -23,7 +23,6 @@ from rules.attention.by_rows import (
     BY_ROWS,
     attention_by_rows,
     attention_by_rows_backward,
-    attention_to_part,
 )
 from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
@@ -231,7 +230,7 @@ def arguments(dtype: torch.dtype = torch.float64, softcap: float = 0.0) -> tuple
     x, _ = data()
     rows, columns = positions(x)
     leaves = [columns, rows, x[:, None, None] > 0]
-    return *operands(dtype=dtype), leaves, "bitwise_and(le(x0, x1), x2)", 0.5, softcap, None
+    return *operands(dtype=dtype), leaves, "bitwise_and(le(x0, x1), x2)", 0.5, softcap, None, None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
@@ -317,7 +316,7 @@ def test_rows_that_keep_the_same_columns_are_one_block_without_a_mask(monkeypatc
 
 def test_a_cuda_graph_does_not_record_an_operator_that_waits_for_the_device() -> None:
     operators = [ATTENTION_BY_ROWS, MASK_TILES, SEND_ROWS]
-    custom = [attention_by_rows_backward, attention_to_part, kept_tiles, ring_attention, ring_attention_backward]
+    custom = [attention_by_rows_backward, kept_tiles, ring_attention, ring_attention_backward]
     for operator in operators + [operator._opoverload for operator in custom]:
         assert torch.Tag.cudagraph_unsafe in operator.tags
 
@@ -411,7 +410,7 @@ def test_without_a_mask_rows_are_in_blocks_where_scores_are_held(
     monkeypatch.setattr(sizes, "_MOST_ENTRIES", 2 * B * H * S)
 
     def by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-        return attention_by_rows(q, k, v, [], "", 0.5, 0.0, None)[0]
+        return attention_by_rows(q, k, v, [], "", 0.5, 0.0, None, None)[0]
 
     check_equal(by_rows, lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True), width)
     assert blocks == [(n, S) for n in rows] * 2
@@ -419,10 +418,10 @@ def test_without_a_mask_rows_are_in_blocks_where_scores_are_held(
 
 def test_gradients_that_are_parts_of_sums_come_in_the_dtype_of_the_sums() -> None:
     q, k, v = (x.detach() for x in operands(6, torch.bfloat16))
-    out, lse = attention_by_rows(q, k, v, [], "", 0.5, 0.0, None)
+    out, lse = attention_by_rows(q, k, v, [], "", 0.5, 0.0, None, None)
     dout = torch.ones_like(out)
     given = (dout, q, k, v, out, lse, [], "", 0.5, 0.0)
-    wide, narrow = (attention_by_rows_backward(*given, dtype) for dtype in (torch.float32, None))
+    wide, narrow = (attention_by_rows_backward(*given, dtype=dtype) for dtype in (torch.float32, None))
     torch.testing.assert_close(tuple(grad.bfloat16() for grad in wide), narrow, rtol=0, atol=0)
     assert all((grad != grad.bfloat16()).any() for grad in wide)
 

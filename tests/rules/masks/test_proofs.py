@@ -10,12 +10,14 @@ import torch
 from rules.masks import proofs
 from rules.masks.expressions import parse_mask
 from rules.masks.positions import LONGEST, Affine
-from rules.masks.proofs import above_diagonal, is_true_everywhere, is_true_within, up_to_diagonal
+from rules.masks.proofs import CORNERS, is_true_everywhere, is_true_within
 
 COLUMN, ROW = Affine((1,), 0, torch.int64), Affine((1, 0), 0, torch.int64)
 DATA = torch.empty(1, dtype=torch.bool, device="meta")
 LENGTHS = (2, 3, 17, 40)
 NUM_CONDITIONS = 300
+WITHIN = {"le": torch.tril, "gt": lambda x: x.triu(1), "eq": torch.diagonal}
+"""What an area keeps of a square, by the relation of columns to rows there."""
 
 
 def positions(length: int) -> list[torch.Tensor]:
@@ -47,8 +49,8 @@ def test_whatever_is_proved_is_so_at_every_length() -> None:
     for _ in range(NUM_CONDITIONS):
         text = drawn(rng, 3)
         condition = parse_mask(text)
-        for corners, within in ((up_to_diagonal(LONGEST), torch.tril), (above_diagonal(LONGEST), lambda x: x.triu(1))):
-            is_proved = is_true_within(corners, condition.term, [COLUMN, ROW, DATA])
+        for where, within in WITHIN.items():
+            is_proved = is_true_within(CORNERS[where](LONGEST), condition.term, [COLUMN, ROW, DATA])
             num_proved += is_proved
             for length in LENGTHS if is_proved else ():
                 data = torch.randint(2, (length,), generator=generator).bool()
