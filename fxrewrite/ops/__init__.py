@@ -16,6 +16,7 @@ from fxrewrite.ops.communicating import (
     communicates as communicates,
     differentiates as differentiates,
     differentiating as differentiating,
+    vjp_inside as vjp_inside,
 )
 from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random
 from fxrewrite.ops.effects import (
