@@ -36,7 +36,7 @@ from torch.library import CustomOpDef
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
-from fxrewrite.ops import HOST_WAITS, bind, differentiates, key, vjp_inside
+from fxrewrite.ops import HOST_WAITS, bind, key, vjp_inside
 from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_proxy
 
 __all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank"]
@@ -177,7 +177,6 @@ def by_rank(overload: OpOverload) -> OpOverload:
     backward.register_fake(
         lambda *values: [torch.empty_like(x) for x, want in zip(values, values[-2], strict=False) if want]
     )
-    differentiates(backward)
     _differentiate(forward, backward, reads_values=not schema.name.endswith("_like"))
     return getattr(torch.ops.fxrewrite_rules, name).default
 
@@ -214,7 +213,7 @@ class _Drawn:
             return tuple(x for x in _results(made) if x.is_floating_point())
 
         _, pull_back = vjp_inside(of_wanted, *(values[i] for i in at))
-        found = pull_back(tuple(grads))
+        found = pull_back(*grads)
         return [torch.empty_like(values[i]).copy_(grad) for i, grad in zip(at, found, strict=True)]
 
 
