@@ -68,10 +68,14 @@ def _rule(name: str, linear: Any, *conditions: Constraint, is_once: bool = False
         if "b" in match.captures:
             biases = [match.proxy(bias) for bias in match["b"]]
             joined.append(_joined("biases", biases, match if is_once else None))
-        parts: Any = aten.split_with_sizes(aten.linear(x, *joined), [weight.shape[0] for weight in w], -1)
-        return tuple(parts[index] for index in range(len(w)))
+        return _split(aten.linear(x, *joined), w)
 
     return made
+
+
+def _split(merged: Any, weights: list[Any]) -> tuple[Any, ...]:
+    parts = aten.split_with_sizes(merged, [weight.shape[0] for weight in weights], -1)
+    return tuple(parts[index] for index in range(len(weights)))
 
 
 def _joined(what: str, tensors: list[Any], once: Match | None) -> Any:
