@@ -23,7 +23,7 @@ Source: PyTorch, aten/src/ATen/native/Dropout.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +36,7 @@ from torch.library import CustomOpDef
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
-from fxrewrite.ops import HOST_WAITS, bind, differentiates, key
+from fxrewrite.ops import HOST_WAITS, bind, key, vjp_inside
 from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_proxy
 
 __all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank"]
@@ -177,7 +177,6 @@ def by_rank(overload: OpOverload) -> OpOverload:
     backward.register_fake(
         lambda *values: [torch.empty_like(x) for x, want in zip(values, values[-2], strict=False) if want]
     )
-    differentiates(backward)
     _differentiate(forward, backward, reads_values=not schema.name.endswith("_like"))
     return getattr(torch.ops.fxrewrite_rules, name).default
 
@@ -213,9 +212,8 @@ class _Drawn:
             made = self.draw(*(chosen[at.index(i)] if i in at else value for i, value in enumerate(values)))
             return tuple(x for x in _results(made) if x.is_floating_point())
 
-        back: Callable[..., Sequence[torch.Tensor]] = torch.func.vjp(of_wanted, *(values[i] for i in at))[1]
-        # By default `vjp` keeps what its backward has read, and records it for another one.
-        found = back(tuple(grads), retain_graph=False, create_graph=False)
+        _, pull_back = vjp_inside(of_wanted, *(values[i] for i in at))
+        found = pull_back(*grads)
         return [torch.empty_like(values[i]).copy_(grad) for i, grad in zip(at, found, strict=True)]
 
 

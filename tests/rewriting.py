@@ -11,8 +11,23 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite import Report, Rule, RuleSet, rule
+from fxrewrite.ops import key
 
-__all__ = ["Halved", "apply", "calls", "made", "silu", "state", "targets", "traced", "value_and_gradients"]
+__all__ = [
+    "Halved",
+    "apply",
+    "calls",
+    "check_left_alone",
+    "check_rewritten",
+    "check_stages",
+    "count",
+    "made",
+    "silu",
+    "state",
+    "targets",
+    "traced",
+    "value_and_gradients",
+]
 
 
 class Halved(torch.autograd.Function):
@@ -31,7 +46,9 @@ def traced(
     function: Callable[..., Any], *inputs: torch.Tensor, mode: Literal["fake", "symbolic"] = "fake"
 ) -> fx.GraphModule:
     """Pre-dispatch ATen."""
-    return make_fx(function, tracing_mode=mode, pre_dispatch=True)(*inputs)
+    is_module = isinstance(function, torch.nn.Module)  # of whose forward make_fx would count `self`
+    of_inputs = (lambda *given: function(*given)) if is_module else function
+    return make_fx(of_inputs, tracing_mode=mode, pre_dispatch=True)(*inputs)
 
 
 def state(gm: fx.GraphModule) -> list[Any]:
@@ -54,8 +71,44 @@ def value_and_gradients(function: Callable[..., Any], args: Sequence[torch.Tenso
     value = value[0] if isinstance(value, tuple) else value
     weights = torch.linspace(-1, 1, value.numel()).reshape(value.shape).to(value.dtype)
     trained = [leaf for leaf in leaves if leaf.requires_grad]
-    grads = torch.autograd.grad(value, trained, weights, allow_unused=True)
+    grads = torch.autograd.grad(value, trained, weights, allow_unused=True) if value.requires_grad else []
     return [value.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def count(gm: fx.GraphModule, name: str) -> int:
+    """How many calls of an operator of ATen of this name the graph has."""
+    return sum(key(node) == f"aten::{name}" for node in gm.graph.nodes)
+
+
+def check_rewritten(
+    rules: RuleSet, rule: str, function: Callable[..., Any], args: Sequence[torch.Tensor], tolerance: float = 0.0
+) -> fx.GraphModule:
+    """The rule fires once in the function's graph, which computes the same, gradients too; a second run: nothing."""
+    gm = function if isinstance(function, fx.GraphModule) else traced(function, *args)
+    expected = value_and_gradients(function, args)
+    assert rules.apply(gm)[rule].rewrites == 1
+    torch.testing.assert_close(value_and_gradients(gm, args), expected, rtol=tolerance, atol=tolerance)
+    assert rules.apply(gm).rewrites == 0
+    return gm
+
+
+def check_left_alone(
+    rules: RuleSet, rule: str, function: Callable[..., Any], args: Sequence[torch.Tensor], reason: str
+) -> None:
+    """No rule fires in the function's graph, and the one says why."""
+    gm = traced(function, *args)
+    code = gm.code
+    assert rules.apply(gm).rewrites == 0
+    assert gm.code == code
+    assert reason in str(rules.once().explain(gm, rule))
+
+
+def check_stages(gm: fx.GraphModule, snapshot: Any, **stages: RuleSet) -> None:
+    """The graph before, and after each set of rules, is that of the snapshot of this name."""
+    assert gm == snapshot(name="before")
+    for name, rules in stages.items():
+        rules.apply(gm)
+        assert gm == snapshot(name=name)
 
 
 def made(pattern: Callable[..., Any], replacement: Callable[..., Any], **options: Any) -> Rule:

@@ -14,8 +14,7 @@ from fxrewrite.ops.called import CALLERS as CALLERS, bodies_of as bodies_of, cal
 from fxrewrite.ops.communicating import (
     bodies_of_communicating as bodies_of_communicating,
     communicates as communicates,
-    differentiates as differentiates,
-    differentiating as differentiating,
+    vjp_inside as vjp_inside,
 )
 from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random, may_draw as may_draw
 from fxrewrite.ops.effects import (

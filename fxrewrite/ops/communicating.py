@@ -1,21 +1,23 @@
-"""Registers our custom operators that run collectives or autograd inside.
+"""Our custom operators that run collectives or autograd inside.
 
 A library operator is opaque: simulated ranks would run it rank by rank, and each would wait for the others. If its body
-is registered, they run the body instead, and simulate its collectives. An operator that differentiates inside must find
-autograd in the state in which callers of operators find it.
+is registered, they run the body instead, and simulate its collectives. An operator that differentiates inside does so
+by `vjp_inside`, for which autograd is in the state in which callers of operators find it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fxrewrite.errors import RuleDefinitionError
 
 _BODIES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-_DIFFERENTIATING: set[torch._ops.OpOverload] = set()
 
 
 def communicates(operator: torch.library.CustomOpDef, body: Callable[..., Any]) -> None:
@@ -38,11 +40,41 @@ def bodies_of_communicating() -> dict[torch._ops.OpOverload, Callable[..., Any]]
     return dict(_BODIES)
 
 
-def differentiates(operator: torch.library.CustomOpDef) -> None:
-    """Registers that `operator` runs autograd inside."""
-    _DIFFERENTIATING.add(operator._opoverload)
+def vjp_inside(
+    function: Callable[..., Any], *primals: torch.Tensor
+) -> tuple[Any, Callable[..., tuple[torch.Tensor, ...]]]:
+    """Returns what `torch.func.vjp` does of a function of tensors: its results, and their pull-back to the primals.
+
+    For the body of an operator, wherever that is called: also among hooks for saved tensors, as of `save_on_cpu` and of
+    checkpoints, under which torch.func refuses to run. They are for what the caller's graph saves, not for what lives
+    inside of one operator. The pull-back takes a gradient of each result; it frees what it reads, so call it once.
+    """
+    with _with_autograd(), torch.enable_grad():
+        leaves = [primal.detach().requires_grad_() for primal in primals]
+        results = function(*leaves)
+    outputs = [results] if isinstance(results, torch.Tensor) else list(results)
+
+    def pull_back(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        depend = [output.requires_grad for output in outputs]
+        with _with_autograd():
+            return torch.autograd.grad(
+                list(compress(outputs, depend)), leaves, list(compress(cotangents, depend)), materialize_grads=True
+            )
+
+    return tree_map(torch.Tensor.detach, results), pull_back
 
 
-def differentiating() -> frozenset[torch._ops.OpOverload]:
-    """Returns the operators that run autograd inside."""
-    return frozenset(_DIFFERENTIATING)
+@contextmanager
+def _with_autograd() -> Generator[None]:
+    """Switches autograd on, which is off in the body of an operator, and takes hooks for saved tensors off."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    hooks: list[Any] = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+            yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)

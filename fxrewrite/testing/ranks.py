@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import bodies_of_communicating, differentiating, key
+from fxrewrite.ops import bodies_of_communicating, key
 from fxrewrite.spmd.group import axis_rank, positions_of
 from fxrewrite.spmd.placement import Placement, Replicate, Shard, Zigzag, as_placement, check_num_ranks
 from fxrewrite.spmd.propagation.input_placements import Placements, input_placements
@@ -91,8 +91,6 @@ def run_on_ranks(
     for operator, body in bodies_of_communicating().items():
         _run_inside(operator, body)
     _conjugate_numbers()
-    for operator in differentiating():
-        _run_with_autograd(operator)
     cuts: list[_Cut | None] = [None] * len(inputs)
     stated = dict(enumerate(input_placements(gm))) if placements is None else placements
     for index, placed in stated.items():
@@ -170,21 +168,6 @@ def _run_inside(operator: OpOverload, body: Callable[..., Any]) -> None:
     def run(mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with LocalTensorMode(mode.ranks):  # leaving `mode` itself would leave it disabled
             return body(*args, **kwargs)
-
-    torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
-
-
-_OUTSIDE = torch._C._dispatch_tls_local_exclude_set()
-"""The dispatch keys that are switched off outside of every operator, among which autograd's are not."""
-
-
-@cache
-def _run_with_autograd(operator: OpOverload) -> None:
-    """From now on, among simulated ranks, an operator that differentiates inside finds autograd switched on."""
-
-    def run(mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _OUTSIDE):
-            return _for_each_rank_run_func(func, mode.ranks, args, kwargs)
 
     torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
 

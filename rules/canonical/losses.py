@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, rule, where
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, refuse, where
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import product, size_proxy
 from rules.canonical.shifted_losses import SHIFTED_LOSSES
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from fxrewrite.verify import Draw
 
-__all__ = ["LOSSES", "mean_to_sum", "nll_mean_to_sum"]
+__all__ = ["LOSSES"]
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -42,29 +42,45 @@ _OF_ONE_SHAPE = ("mse_loss", "smooth_l1_loss", "huber_loss")
 _ONE_SHAPE = where.parse("shape(self_) == shape(target_)")
 
 
-@rule("losses.mean_to_sum", numerics="reassociates", optional=True)
-def mean_to_sum(
-    logits: torch.Tensor, target: torch.Tensor, weight: Maybe, ignore_index: Literal, label_smoothing: Literal
-) -> torch.Tensor:
-    """a mean over tokens is a sum by the count of the targets"""
-    return aten.cross_entropy_loss(logits, target, weight, _MEAN, ignore_index, label_smoothing)
+def _mean_to_sum(name: str, loss: str, *more: str) -> Rule:
+    """Makes the rule for a mean over tokens, of an operator whose arguments after the reduction are `more`."""
+    captures = cap("logits"), cap("target"), cap("weight", "optional"), _MEAN, *(cap(each, Literal) for each in more)
+    made = Rule(f"losses.{name}", Pattern((op(loss, *captures),)), numerics="reassociates", optional=True)
 
+    @made.replacement
+    def _(match: Match, logits: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> Any:
+        """a mean over tokens is a sum by the count of the targets"""
+        targets = fake_value(match["target"])
+        if targets.is_floating_point() and targets.dim() < 2:
+            refuse("class probabilities of a single row", hint="the loss is left unchanged")
+        if targets.is_floating_point():  # every row counts once
+            count = size_proxy(match, product(targets.shape) // targets.shape[1])
+        else:
+            count = _count(target, weight, ignore_index)
 
-@mean_to_sum.replacement
-def _(
-    match: Match, logits: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int, label_smoothing: float
-) -> Any:
-    targets = fake_value(match["target"])
-    if targets.is_floating_point() and targets.dim() < 2:
-        refuse("class probabilities of a single row", hint="the loss is left unchanged")
-    probabilities = targets.is_floating_point()  # every row counts once
-    rows = size_proxy(match, product(targets.shape) // targets.shape[1]) if probabilities else None
-    count = rows if probabilities else _count(target, weight, ignore_index)
+        def reduced(reduction: int) -> fx.Proxy:
+            return getattr(aten, loss)(logits, target, weight, reduction, *(match[each] for each in more))
 
-    def loss(reduction: int) -> fx.Proxy:
-        return aten.cross_entropy_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
+        return _mean(reduced, count, fake_value(match["logits"]).dtype)
 
-    return _mean(loss, count, fake_value(match["logits"]).dtype)
+    @made.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        """Samples class indices, some of which are ignored, or class probabilities where the operator takes them."""
+        takes_probabilities = "label_smoothing" in more
+        classes, rest = draw.size(), draw.shape(draw.integer(0, 2))
+        shape = (draw.size(), classes, *rest) if rest or draw.flag(0.8) or not takes_probabilities else (classes,)
+        ignored = draw.choice(-100, 0)
+        indices = draw.indices(*shape[:1], *rest, below=classes) if len(shape) > 1 else draw.indices(below=classes)
+        indices = torch.where(draw.mask(*indices.shape, probability=0.3), ignored, indices)
+        drawn = {
+            "logits": draw.tensor(*shape),
+            "target": indices if draw.flag(0.7) or not takes_probabilities else draw.tensor(*shape),
+            "weight": draw.choice(None, draw.tensor(classes).abs()),
+            "ignore_index": ignored,
+        }
+        return drawn | ({"label_smoothing": draw.choice(0.0, 0.1)} if takes_probabilities else {})
+
+    return made
 
 
 def _mean(loss: Callable[[int], fx.Proxy], count: Any, dtype: torch.dtype) -> fx.Proxy:
@@ -82,53 +98,6 @@ def _count(target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.P
         classes = aten.where(counts, target, aten.zeros_like(target))
         counts = aten.mul(aten.index(weight, [classes]), counts)
     return aten.sum(counts)
-
-
-@mean_to_sum.sampler
-def _(draw: Draw) -> dict[str, Any]:
-    """Samples class indices, some of which are ignored, or class probabilities."""
-    classes, rest = draw.size(), draw.shape(draw.integer(0, 2))
-    shape = (draw.size(), classes, *rest) if rest or draw.flag(0.8) else (classes,)
-    ignored = draw.choice(-100, 0)
-    indices = draw.indices(*shape[:1], *rest, below=classes) if len(shape) > 1 else draw.indices(below=classes)
-    indices = torch.where(draw.mask(*indices.shape, probability=0.3), ignored, indices)
-    return {
-        "logits": draw.tensor(*shape),
-        "target": indices if draw.flag(0.7) else draw.tensor(*shape),
-        "weight": draw.choice(None, draw.tensor(classes).abs()),
-        "ignore_index": ignored,
-        "label_smoothing": draw.choice(0.0, 0.1),
-    }
-
-
-@rule("losses.nll_mean_to_sum", numerics="reassociates", optional=True)
-def nll_mean_to_sum(scores: torch.Tensor, target: torch.Tensor, weight: Maybe, ignore_index: Literal) -> torch.Tensor:
-    """a mean over tokens is a sum by the count of the targets"""
-    return aten.nll_loss_nd(scores, target, weight, _MEAN, ignore_index)
-
-
-@nll_mean_to_sum.replacement
-def _(match: Match, scores: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
-    """nll_loss(sum) / count"""
-
-    def loss(reduction: int) -> fx.Proxy:
-        return aten.nll_loss_nd(scores, target, weight, reduction, ignore_index)
-
-    return _mean(loss, _count(target, weight, ignore_index), fake_value(match["scores"]).dtype)
-
-
-@nll_mean_to_sum.sampler
-def _(draw: Draw) -> dict[str, Any]:
-    """Samples class indices, some of which are ignored."""
-    size, classes, rest = draw.size(), draw.size(), draw.shape(draw.integer(0, 2))
-    ignored = draw.choice(-100, 0)
-    indices = draw.indices(size, *rest, below=classes)
-    return {
-        "scores": draw.tensor(size, classes, *rest),
-        "target": torch.where(draw.mask(*indices.shape, probability=0.3), ignored, indices),
-        "weight": draw.choice(None, draw.tensor(classes).abs()),
-        "ignore_index": ignored,
-    }
 
 
 def _mean_of_entries(name: str, sampler: Callable[[Draw], dict[str, Any]]) -> Rule:
@@ -178,8 +147,8 @@ def _rows(draw: Draw) -> dict[str, Any]:
 LOSSES = RuleSet(
     "losses",
     SHIFTED_LOSSES,
-    mean_to_sum,
-    nll_mean_to_sum,
+    _mean_to_sum("mean_to_sum", "cross_entropy_loss", "ignore_index", "label_smoothing"),
+    _mean_to_sum("nll_mean_to_sum", "nll_loss_nd", "ignore_index"),
     *(_mean_of_entries(name, _values) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")),
     *(_mean_of_entries(f"binary_cross_entropy{name}", _chances) for name in ("", "_with_logits")),
     *(_mean_of_entries(name, _rows) for name in ("cosine_embedding_loss", "triplet_margin_loss")),

@@ -33,42 +33,10 @@ import torch
 from torch import fx
 
 from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap, either, op, refuse
+from fxrewrite.ops import bind, key
 from fxrewrite.verify import Draw
 
 __all__ = ["FOLDING", "folded"]
-
-aten = torch.ops.aten
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_x, _w, _b = cap("x"), cap("w", Param), cap("b", Maybe)
-
-
-def _rule(name: str, product: Any, *where: str) -> Rule:
-    norm = op(
-        *("batch_norm", product, cap("gamma", Maybe), cap("beta", Maybe), cap("mean", Param), cap("var", Param)),
-        *(False, ..., cap("eps", Literal), ...),
-    )
-    held = ("is_param(b)", "is_param(gamma)", "is_param(beta)")
-    return Rule(
-        f"folding.{name}",
-        Pattern((norm,), (*held, *where)),  # pyright: ignore[reportArgumentType]  # texts are parsed there
-        numerics="approximate",
-        domain="moderate",
-        gradients=False,
-    )
-
-
-def _product(names: tuple[str, ...], *literals: str) -> Any:
-    return either(*(op(name, _x, _w, _b, **{word: cap(word, Literal) for word in literals}) for name in names))
-
-
-fold_conv = _rule("fold_conv", _product(_CONVOLUTIONS, "stride", "padding", "dilation", "groups"), "rank(x) == rank(w)")
-fold_transposed_conv = _rule(
-    "fold_transposed_conv",
-    _product(_TRANSPOSED, "stride", "padding", "output_padding", "groups", "dilation"),
-    "rank(x) == rank(w)",
-)
-fold_linear = _rule("fold_linear", op("linear", _x, _w, _b), "rank(x) == 2", "rank(w) == 2")
 
 
 def folded(
@@ -101,41 +69,49 @@ def folded(
     return weight.to(w.dtype), bias.to(w.dtype)
 
 
-def _once(match: Match, w: Any, b: Any, *of_norm: Any, groups: int = 0) -> Any:
-    *parameters, eps = of_norm
+def _fold(match: Match, x: Any, w: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float) -> fx.Proxy:
+    """the product, of folded w and b"""
+    _, product = match.nodes
+    given = bind(product)
+    groups = given["groups"] if "transpose" in key(product) else 0
     channels = groups * w.shape[1] if groups else w.shape[0]
-    for x in parameters:  # of an empty batch ATen takes others
-        if x is not None and tuple(x.shape) != (channels,):
-            refuse(f"the norm has a parameter of shape {list(x.shape)} for {channels} channels")
-    return match.once(folded, w, b, *parameters, eps, groups, name=("folded_weight", "folded_bias"))
+    for parameter in (gamma, beta, mean, var):  # of an empty batch ATen takes others
+        if parameter is not None and tuple(parameter.shape) != (channels,):
+            refuse(f"the norm has a parameter of shape {list(parameter.shape)} for {channels} channels")
+    names = ("folded_weight", "folded_bias")
+    weight, bias = match.once(folded, w, b, gamma, beta, mean, var, eps, groups, name=names)
+    return match.call(product.target, *{**given, "input": x, "weight": weight, "bias": bias}.values())
 
 
-@fold_conv.replacement
-def _(
-    *, match: Match, x: Any, w: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float,
-    stride: Any, padding: Any, dilation: Any, groups: int,
-) -> fx.Proxy:  # fmt: skip
-    """conv(x, w, b) of folded w and b"""
-    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps)
-    return getattr(aten, _CONVOLUTIONS[w.ndim - 3])(x, weight, bias, stride, padding, dilation, groups)
+_x, _w, _b = cap("x"), cap("w", Param), cap("b", Maybe)
 
 
-@fold_transposed_conv.replacement
-def _(
-    *, match: Match, x: Any, w: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float,
-    stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any,
-) -> fx.Proxy:  # fmt: skip
-    """conv_transpose(x, w, b) of folded w and b"""
-    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps, groups=groups)
-    call = getattr(aten, _TRANSPOSED[w.ndim - 3])
-    return call(x, weight, bias, stride, padding, output_padding, groups, dilation)
+def _rule(name: str, product: Any, *where: str) -> Rule:
+    norm = op(
+        *("batch_norm", product, cap("gamma", Maybe), cap("beta", Maybe), cap("mean", Param), cap("var", Param)),
+        *(False, ..., cap("eps", Literal), ...),
+    )
+    held = ("is_param(b)", "is_param(gamma)", "is_param(beta)")
+    return Rule(
+        f"folding.{name}",
+        Pattern((norm,), (*held, *where)),  # pyright: ignore[reportArgumentType]  # texts are parsed there
+        _fold,
+        numerics="approximate",
+        domain="moderate",
+        gradients=False,
+    )
 
 
-@fold_linear.replacement
-def _(match: Match, x: Any, w: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float) -> fx.Proxy:
-    """linear(x, w, b) of folded w and b"""
-    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps)
-    return aten.linear(x, weight, bias)
+def _convolution(name: str, *literals: str) -> Any:
+    captures = {word: cap(word, Literal) for word in literals}
+    return either(*(op(f"{name}{dims}d", _x, _w, _b, **captures) for dims in (1, 2, 3)))
+
+
+_CONV = _convolution("conv", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = _convolution("conv_transpose", "stride", "padding", "output_padding", "groups", "dilation")
+fold_conv = _rule("fold_conv", _CONV, "rank(x) == rank(w)")
+fold_transposed_conv = _rule("fold_transposed_conv", _TRANSPOSED, "rank(x) == rank(w)")
+fold_linear = _rule("fold_linear", op("linear", _x, _w, _b), "rank(x) == 2", "rank(w) == 2")
 
 
 def _norm(draw: Draw, channels: int) -> dict[str, Any]:

@@ -83,25 +83,6 @@ def _dequantized(x: Any) -> Any:
     return op("quantized_decomposed::dequantize_per_tensor", x, *_QUANTIZED)
 
 
-def _linear(name: str, number: Any) -> Rule:
-    """The rule for an input whose scale and zero point are captured as `number`."""
-    numbers = (cap("scale", number), cap("zero", number), *_numbers("low", "high", "dtype"))
-    weight = (cap("w", Param), cap("scales", Param), cap("zeros", Maybe), 0, ..., ..., torch.int8)
-    inputs = shared(op("quantized_decomposed::dequantize_per_tensor", cap("x"), *numbers))
-    weights = shared(op("quantized_decomposed::dequantize_per_channel", *weight))
-    return Rule(
-        f"integers.{name}",
-        Pattern((op("linear", inputs, weights, cap("b", Maybe)),), _FITS),
-        numerics="approximate",
-        domain="moderate",
-        gradients=False,
-    )
-
-
-linear = _linear("linear", "literal")
-dynamic_linear = _linear("dynamic_linear", "node")
-
-
 def factors(
     w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scale: float, zero: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,22 +100,41 @@ def factors(
     return scales.to(torch.float32) * scale, w.sum(1, dtype=torch.int32) * zero
 
 
-@linear.replacement
-def _(*, match: Match, x: Any, w: Any, scales: Any, zeros: Any, b: Any, scale: float, zero: int) -> fx.Proxy:
-    """(_int_mm(x, w.t()) - zero * sums) * scales + b"""
-    rows, shift = _signed_rows(x, w)
-    multipliers, offsets = match.once(factors, w, scales, zeros, scale, zero - shift, name=("multipliers", "offsets"))
-    sums = aten._int_mm(rows, aten.t(w)) - offsets
-    return _finished(sums * multipliers, x, w, b)
+def _linear(name: str, number: Any) -> Rule:
+    """Makes the rule for an input whose scale and zero point are captured as `number`: literals, or nodes."""
+    numbers = (cap("scale", number), cap("zero", number), *_numbers("low", "high", "dtype"))
+    weight = (cap("w", Param), cap("scales", Param), cap("zeros", Maybe), 0, ..., ..., torch.int8)
+    inputs = shared(op("quantized_decomposed::dequantize_per_tensor", cap("x"), *numbers))
+    weights = shared(op("quantized_decomposed::dequantize_per_channel", *weight))
+    made = Rule(
+        f"integers.{name}",
+        Pattern((op("linear", inputs, weights, cap("b", Maybe)),), _FITS),
+        numerics="approximate",
+        domain="moderate",
+        gradients=False,
+    )
+
+    @made.replacement
+    def _(*, match: Match, x: Any, w: Any, scales: Any, zeros: Any, b: Any, scale: Any, zero: Any) -> fx.Proxy:
+        """(_int_mm(x, w.t()) - zero * sums) * scales * scale + b"""
+        rows, shift = _signed_rows(x, w)
+        sums = aten._int_mm(rows, aten.t(w))
+        if number == "literal":  # scale and zero point are part of what is computed once
+            names = ("multipliers", "offsets")
+            multipliers, offsets = match.once(factors, w, scales, zeros, scale, zero - shift, name=names)
+            product = (sums - offsets) * multipliers
+        else:
+            multipliers, of_rows = match.once(factors, w, scales, zeros, 1.0, 1, name=("multipliers", "sums"))
+            sums = sums - aten.to(zero - shift, torch.int32) * of_rows
+            product = sums * multipliers * aten.to(scale, torch.float32)
+        product = product if b is None else product + b
+        return product if x.ndim == 2 else aten.reshape(product, [*x.shape[:-1], w.shape[0]])
+
+    return made
 
 
-@dynamic_linear.replacement
-def _(*, match: Match, x: Any, w: Any, scales: Any, zeros: Any, b: Any, scale: Any, zero: Any) -> fx.Proxy:
-    """(_int_mm(x, w.t()) - zero * sums) * scales * scale + b"""
-    rows, shift = _signed_rows(x, w)
-    multipliers, of_rows = match.once(factors, w, scales, zeros, 1.0, 1, name=("multipliers", "sums"))
-    sums = aten._int_mm(rows, aten.t(w)) - aten.to(zero - shift, torch.int32) * of_rows
-    return _finished(sums * multipliers * aten.to(scale, torch.float32), x, w, b)
+linear = _linear("linear", "literal")
+dynamic_linear = _linear("dynamic_linear", "node")
 
 
 def _signed_rows(x: Any, w: Any) -> tuple[Any, int]:
@@ -150,11 +150,6 @@ def _signed_rows(x: Any, w: Any) -> tuple[Any, int]:
     if x.dtype == torch.int8:
         return rows, 0
     return aten.view(aten.bitwise_xor(rows, 128), torch.int8), 128
-
-
-def _finished(product: Any, x: Any, w: Any, b: Any) -> Any:
-    product = product if b is None else product + b
-    return product if x.ndim == 2 else aten.reshape(product, [*x.shape[:-1], w.shape[0]])
 
 
 def _moved(name: str, arguments: dict[str, Any]) -> Rule:

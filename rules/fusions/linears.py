@@ -51,53 +51,26 @@ aten = torch.ops.aten
 _x, _w, _b = cap("x"), cap("w", Param), cap("b", Param)
 
 
-def _rule(name: str, linear: Any, *conditions: Constraint, gradients: bool = True) -> Rule:
-    return Rule(
+def _rule(name: str, linear: Any, *conditions: Constraint, is_once: bool = False) -> Rule:
+    """Makes the rule that joins weights in the graph, or once, when it is applied."""
+    made = Rule(
         f"linears.{name}",
         Pattern((siblings(linear, on="x"),), (where.rank("w", 2), *conditions)),
         numerics="reassociates",
-        gradients=gradients,
+        gradients=not is_once,
         optional=True,
     )
 
+    @made.replacement
+    def _(match: Match, x: fx.Proxy, w: list[fx.Proxy]) -> tuple[Any, ...]:
+        """one linear of joined weights, split"""
+        joined = [_joined("weights", w, match if is_once else None)]
+        if "b" in match.captures:
+            biases = [match.proxy(bias) for bias in match["b"]]
+            joined.append(_joined("biases", biases, match if is_once else None))
+        return _split(aten.linear(x, *joined), w)
 
-_BIASED = op("linear", _x, _w, _b), where.rank("b", 1), where.size("b", 0, "==", "size(w, 0)")
-merge = _rule("merge", op("linear", _x, _w))
-merge_biased = _rule("merge_biased", *_BIASED)
-stack = _rule("stack", op("linear", _x, _w), gradients=False)
-stack_biased = _rule("stack_biased", *_BIASED, gradients=False)
-
-
-@merge.replacement
-def _(x: fx.Proxy, w: list[fx.Proxy]) -> tuple[Any, ...]:
-    """one linear, split"""
-    return _split(aten.linear(x, _joined("weights", w)), w)
-
-
-@merge_biased.replacement
-def _(x: fx.Proxy, w: list[fx.Proxy], b: list[fx.Proxy]) -> tuple[Any, ...]:
-    """one linear, split"""
-    return _split(aten.linear(x, _joined("weights", w), _joined("biases", b)), w)
-
-
-@stack.replacement
-def _(match: Match, x: fx.Proxy, w: list[fx.Proxy]) -> tuple[Any, ...]:
-    """one linear of a stacked weight, split"""
-    return _split(aten.linear(x, _joined("weights", w, match)), w)
-
-
-@stack_biased.replacement
-def _(match: Match, x: fx.Proxy, w: list[fx.Proxy], b: list[fx.Proxy]) -> tuple[Any, ...]:
-    """one linear of a stacked weight and bias, split"""
-    return _split(aten.linear(x, _joined("weights", w, match), _joined("biases", b, match)), w)
-
-
-def _joined(what: str, tensors: list[Any], once: Match | None = None) -> Any:
-    """Concatenates the tensors; refuses different dtypes, which torch.cat would promote to one that no linear has."""
-    kinds = dict.fromkeys(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors)
-    if len(kinds) > 1:
-        refuse(f"the {what} are {', '.join(kinds)}")
-    return aten.cat(tensors) if once is None else once.once(torch.cat, tensors, name=what)
+    return made
 
 
 def _split(merged: Any, weights: list[Any]) -> tuple[Any, ...]:
@@ -105,5 +78,17 @@ def _split(merged: Any, weights: list[Any]) -> tuple[Any, ...]:
     return tuple(parts[index] for index in range(len(weights)))
 
 
-LINEARS = RuleSet("linears", merge, merge_biased)
-STACKED_LINEARS = RuleSet("stacked_linears", stack, stack_biased)
+def _joined(what: str, tensors: list[Any], once: Match | None) -> Any:
+    """Concatenates the tensors; refuses different dtypes, which torch.cat would promote to one that no linear has."""
+    kinds = dict.fromkeys(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors)
+    if len(kinds) > 1:
+        refuse(f"the {what} are {', '.join(kinds)}")
+    return aten.cat(tensors) if once is None else once.once(torch.cat, tensors, name=what)
+
+
+_PLAIN = (op("linear", _x, _w),)
+_BIASED = op("linear", _x, _w, _b), where.rank("b", 1), where.size("b", 0, "==", "size(w, 0)")
+LINEARS = RuleSet("linears", _rule("merge", *_PLAIN), _rule("merge_biased", *_BIASED))
+STACKED_LINEARS = RuleSet(
+    "stacked_linears", _rule("stack", *_PLAIN, is_once=True), _rule("stack_biased", *_BIASED, is_once=True)
+)

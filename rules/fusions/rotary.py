@@ -49,16 +49,24 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inte
         sin: sines of the angles; broadcasts against x.
         interleaved: whether pairs are neighbours, as in GPT-J; otherwise entries i and i + d/2 are a pair, as in Llama.
     """
-    if interleaved:
-        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    else:
-        half = x.shape[-1] // 2
-        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return x * cos + turned * sin
+    return _rotated(x, cos, sin, interleaved)
 
 
 aten = torch.ops.aten
 _LAST = 2**63 - 1  # tracing writes this for a slice without an end
+
+
+def _rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Overloads of ATen, so that proxies give them: a replacement for what is no call of ATen keeps torch functions."""
+    if interleaved:
+        odd, even = aten.slice(x, -1, 1, _LAST, 2), aten.slice(x, -1, 0, _LAST, 2)
+        turned = aten.flatten(aten.stack([aten.neg(odd), even], -1), -2)
+    else:
+        half = x.shape[-1] // 2
+        left, right = aten.slice(x, -1, 0, half), aten.slice(x, -1, half, _LAST)
+        turned = aten.cat([aten.neg(right), left], -1)
+    return aten.add(aten.mul(x, cos), aten.mul(turned, sin))
+
 
 _x: Any = cap("x")
 _cos: Any = cap("cos")
@@ -130,15 +138,7 @@ inline = Rule(
 @inline.replacement
 def _(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     """what rotary_embedding computes"""
-    # Overload packets, because the replaced node is not an ATen call: torch functions would stay torch functions.
-    if interleaved:
-        odd, even = aten.slice(x, -1, 1, _LAST, 2), aten.slice(x, -1, 0, _LAST, 2)
-        turned = aten.flatten(aten.stack([aten.neg(odd), even], -1), -2)
-    else:
-        half = x.shape[-1] // 2
-        left, right = aten.slice(x, -1, 0, half), aten.slice(x, -1, half, _LAST)
-        turned = aten.cat([aten.neg(right), left], -1)
-    return aten.add(aten.mul(x, cos), aten.mul(turned, sin))
+    return _rotated(x, cos, sin, interleaved)
 
 
 ROTARY = RuleSet("rotary", fuse_halves, fuse_pairs)

@@ -2,15 +2,15 @@
 
     cross_entropy(reshape(to(linear(x, w, b), float32), [-1, V]), t, ...)  ->  tiled_cross_entropy(x rows, w, b, t, ...)
 
-Between the head and the loss there may be steps of rules/tiling/steps.py on one value (casts, factors, tanh) and
+Between the head and the loss there may be steps of `rules.tiling.steps` on one value (casts, factors, tanh) and
 operators that only rearrange rows (reshape, slices, copies). If autograd needs gradients, a tile of logits gives its
 loss and the gradients of x, w and b for a sum of losses, and the backward pass multiplies them by the incoming
 gradient: the product with w is computed once. With reduction "none" each row has its own factor, so the backward pass
 computes the tiles again.
 Matches where the loss alone reads the logits, and all of them take more bytes than a tile, as a symbolic number of rows
 may). Supports every reduction, ignored indices, class weights, label smoothing.
-Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::erf, is
-between the head and the loss"; "%table is not computed by a linear"; "the weight of %linear is not a matrix"; "the
+Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::cumsum,
+is between the head and the loss"; "%table is not computed by a linear"; "the weight of %linear is not a matrix"; "the
 logits have rank 3"; "the targets are class probabilities"; "... fit into a tile".
 Shapes: x [N, d], w [V, d], b [V], t [N] of int64 -> [] or [N].
 Numerics: reassociates: the gradient of the loss is a factor that is applied last, to gradients that are in bfloat16 if
@@ -41,17 +41,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.graph import Size, product
-from fxrewrite.ops import bind, fake_value, has_trait, key
+from fxrewrite.ops import bind, fake_value, has_trait, key, vjp_inside
 from fxrewrite.spmd import Call, declare_product
-from rules.tiling.steps import (
-    dtype_after,
-    grads_of_steps,
-    reads_result,
-    run_steps,
-    step_of,
-    why_no_step,
-    without_last_cast,
-)
+from rules.tiling.steps import dtype_after, keeps_columns, run_steps, step_of, why_no_step, without_last_cast
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
@@ -267,12 +259,13 @@ def _losses_and_grad(
 
     Of a row that does not count, the loss is 0, and the gradient may be anything finite.
     """
-    values = run_steps(how.steps, [logits])
+    pull_back = None
+    if how.steps and asks:
+        logits, pull_back = vjp_inside(lambda x: run_steps(how.steps, [x]), logits)
+    elif how.steps:
+        logits = run_steps(how.steps, [logits])
+    log_probs, dtype = torch.log_softmax(logits, -1, dtype=how.dtype), logits.dtype
     del logits  # nobody else has them, so that they are freed where no step reads them again
-    log_probs = torch.log_softmax(values[-1], -1, dtype=how.dtype)
-    dtype = values[-1].dtype
-    if not reads_result(how.steps):
-        values[-1] = values[-1].new_empty(0)
     classes = log_probs.new_ones(log_probs.shape[1]) if how.class_weight is None else how.class_weight
     losses = _losses(log_probs, target, classes, how.ignore_index, how.label_smoothing)
     if not asks:
@@ -282,8 +275,8 @@ def _losses_and_grad(
     of_loss = _grad_of_losses(log_probs, named, None if plain else classes, how.label_smoothing)
     if factors is not None:
         of_loss.mul_(factors)
-    (of_logits,) = grads_of_steps(how.steps, values, of_loss.to(dtype))
-    return losses, of_logits
+    of_logits = of_loss.to(dtype)
+    return losses, of_logits if pull_back is None else pull_back(of_logits)[0]
 
 
 def _losses(
@@ -357,8 +350,7 @@ _SIZES = frozenset({"shape", "size", "start_dim"})
 def _rearranges_rows(node: fx.Node, name: str) -> bool:
     """Whether the node gives other rows, or rows in another shape, of the same V logits each."""
     if has_trait(node, "reshape") and not _SIZES.isdisjoint(bind(node)):
-        before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
-        return before == after and all(isinstance(size, int) for size in after)
+        return keeps_columns(node)
     rank = fake_value(node).dim()
     return name == "aten::slice" and bind(node)["dim"] % rank != rank - 1
 

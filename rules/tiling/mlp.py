@@ -3,13 +3,13 @@
     linear(act(linear(x, w, b)), w2, b2)                      ->  tiled_mlp(x, [w, w2], [b, b2], ...)
     linear(act(linear(x, g, a)) * linear(x, w, b), w2, b2)    ->  tiled_mlp(x, [g, w, w2], [a, b, b2], ...)
 
-Between the linears there may be the pointwise operators of `rules.tiling.steps` (silu, gelu, relu, its square, tanh,
-sums and products of them, also decomposed), parts of a linear that computes gate and up together (chunk, split, slice),
+Between the linears there may be pointwise operators (silu, gelu, relu, its square, tanh, sums and products of them,
+also decomposed), parts of a linear that computes gate and up together (chunk, split, slice),
 and operators that keep the rows (reshape, copies). A linear may be written as addmm. The backward pass recomputes a
 tile's intermediate values.
 Matches if the results of the inner linears take more bytes than a tile (a symbolic number of rows may).
 Does not match, in these words: "%silu is read elsewhere"; "%dropout, aten::dropout, draws random numbers"; "%softmax,
-aten::softmax, is not in the table of pointwise operators"; "%scale is not computed by a linear"; "the linears read %x
+aten::softmax, is not a pointwise operator"; "%scale is not computed by a linear"; "the linears read %x
 and %y"; "%to is float32, %x is bfloat16"; "the rows of %linear_1 are not those of %x"; "the 4 rows of %x fit into a
 tile".
 Shapes: x [..., d], inner weights [n_i, d] and biases [n_i], the last weight [o, n] and bias [o] -> [..., o].
@@ -40,9 +40,9 @@ from torch import fx
 
 from fxrewrite import Constraint, DeadCode, Match, Pattern, Rule, RuleSet, any_, either, loose, op, where
 from fxrewrite.graph import Size, is_same_size, product, reached, size_hint
-from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, is_random, key, value
+from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, is_random, key, value, vjp_inside
 from fxrewrite.spmd import Call, declare_product
-from rules.tiling.steps import grads_of_steps, run_steps, step_of, why_no_step
+from rules.tiling.steps import keeps_columns, run_steps, step_of, why_no_step
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["Mlp", "mlp_of", "tiled_mlp", "tiled_mlp_rules"]
@@ -73,7 +73,7 @@ def tiled_mlp(
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty(len(rows), weights[-1].shape[0])
     for tile in tiles(len(rows), rows_of_tile(_row_bytes(rows, weights), tile_bytes)):
-        hidden = run_steps(steps, _results(rows[tile], weights, biases, has_bias))[-1]
+        hidden = run_steps(steps, _results(rows[tile], weights, biases, has_bias))
         out[tile] = F.linear(hidden, weights[-1], biases[-1] if has_bias[-1] else None)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
@@ -109,10 +109,11 @@ def tiled_mlp_backward(
     of_weights, of_biases = totals[: len(weights)], totals[len(weights) :]
     biased = [index for index, has in enumerate(has_bias) if has]
     for tile in tiles(len(rows), rows_of_tile(_row_bytes(rows, weights), tile_bytes)):
-        values = run_steps(steps, _results(rows[tile], weights, biases, has_bias))
+        results = _results(rows[tile], weights, biases, has_bias)
+        hidden, pull_back = vjp_inside(lambda *given: run_steps(steps, given), *results)
         # Gradients of the results of all linears, the last one included, then of their weights, biases and inputs.
-        of_results = [*grads_of_steps(steps, values, of_out[tile] @ weights[-1]), of_out[tile]]
-        operands = [rows[tile]] * (len(weights) - 1) + [values[-1]]
+        of_results = [*pull_back(of_out[tile] @ weights[-1]), of_out[tile]]
+        operands = [rows[tile]] * (len(weights) - 1) + [hidden]
         for total, of_result, operand, want in zip(of_weights, of_results, operands, wanted[1:], strict=False):
             if want:
                 total.add_(of_result.t() @ operand)
@@ -271,9 +272,7 @@ def _why_not_inside(node: fx.Node) -> str:
     if is_random(node):
         return f"%{node.name}, {name}, draws random numbers"
     if has_trait(node, "reshape"):
-        before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
-        keeps = before == after and all(isinstance(size, int) for size in after)
-        return "" if keeps else f"%{node.name}, {name}, rearranges rows"
+        return "" if keeps_columns(node) else f"%{node.name}, {name}, rearranges rows"
     if _changes_nothing(node) or any(key(user) == _ITEM for user in node.users):
         return ""
     return why_no_step(node)

@@ -1,123 +1,41 @@
-"""Pointwise computation on rows, as a line of text that an operator takes as an argument, with its gradients.
+"""Pointwise computation on rows, as a line of text that an operator takes as an argument.
 
     silu(v0); mul(v2, v1)                                  silu(v0) * v1
     part(v0, 0, 8, 1); part(v0, 8, 16, 1); mul(v1, v2)     the product of the halves of v0
 
 v0 and so on are the operands, then the result of each step; the last one is the result. A step is a pointwise operator
-of the table below, a cast, or a range of columns of a value. Gradients use the same operators as autograd.
-Source: PyTorch, tools/autograd/derivatives.yaml.
+of ATen by its name, a cast, or a range of columns of a value. Gradients are those of autograd.
 
 >>> import torch
 >>> gate, up = torch.rand(2, 3, 4)
->>> values = run_steps("silu(v0); mul(v2, v1)", [gate, up])
->>> torch.equal(values[-1], torch.nn.functional.silu(gate) * up)
-True
->>> of_gate, of_up = grads_of_steps("silu(v0); mul(v2, v1)", values, torch.ones(3, 4))
->>> torch.equal(of_up, values[2])
+>>> torch.equal(run_steps("silu(v0); mul(v2, v1)", [gate, up]), torch.nn.functional.silu(gate) * up)
 True
 """
-
-# ruff: noqa: ARG005  # all gradients have the same signature, and most read few of the arguments
 
 from __future__ import annotations
 
 import ast
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, key, signature_of, value
-from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
+from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, is_random, key, value
+from rules.layouts import LAYOUTS
+from rules.layouts.pointwise import broadcast
 
-__all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step", "without_last_cast"]
+__all__ = ["dtype_after", "keeps_columns", "run_steps", "step_of", "why_no_step", "without_last_cast"]
 
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A pointwise operator.
-
-    Attributes:
-        arguments: names of the supported arguments in the schema; any other must have its default value.
-        run: computes the result from the arguments.
-        back: computes the gradient of each tensor argument from the result's gradient, the result and the arguments.
-        num_tensors: how many of the first arguments may be tensors, of one shape; the others are numbers or strings.
-    """
-
-    arguments: tuple[str, ...]
-    run: Callable[..., torch.Tensor]
-    back: Callable[..., tuple[Any, ...]]
-    num_tensors: int = 1
-
-
-def _of_product(grad: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: Any) -> tuple[Any, ...]:
-    return grad * b, grad * a if isinstance(b, torch.Tensor) else None
-
-
-def _of_quotient(grad: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: Any) -> tuple[Any, ...]:
-    return grad / b, -grad * out / b if isinstance(b, torch.Tensor) else None
-
-
-def _of_power(grad: torch.Tensor, x: torch.Tensor, n: float) -> torch.Tensor:
-    return grad * (n * x.pow(n - 1)) if n else torch.zeros_like(grad)  # 0 * x**-1 is NaN where x is 0
-
-
-def _of_clamp(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, low: Any, high: Any) -> tuple[torch.Tensor]:
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
-    inside = (x >= low) & (x <= high) if CLAMP_PASSES_AT_BOUNDS else (x > low) & (x < high)
-    return (torch.where(inside, grad, 0),)
-
-
-def _of_part(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, *at: int) -> tuple[torch.Tensor]:
-    of_x = torch.zeros_like(x)
-    of_x[..., slice(*at)] = grad
-    return (of_x,)
-
-
-_TWO = ("self", "other")
-_KINDS = {
-    "aten::add": _Kind(_TWO, torch.add, lambda g, y, a, b: (g, g), 2),
-    "aten::clamp": _Kind(("self", "min", "max"), torch.clamp, _of_clamp),
-    "aten::div": _Kind(_TWO, torch.div, _of_quotient, 2),
-    "aten::gelu": _Kind(
-        ("self", "approximate"),
-        lambda x, how: aten.gelu(x, approximate=how),
-        lambda g, y, x, how: (aten.gelu_backward(g, x, approximate=how),),
-    ),
-    "aten::leaky_relu": _Kind(
-        ("self", "negative_slope"),
-        aten.leaky_relu,
-        lambda g, y, x, slope: (aten.leaky_relu_backward(g, x, slope, False),),
-    ),
-    "aten::mish": _Kind(("self",), aten.mish, lambda g, y, x: (aten.mish_backward(g, x),)),
-    "aten::mul": _Kind(_TWO, torch.mul, _of_product, 2),
-    "aten::neg": _Kind(("self",), torch.neg, lambda g, y, x: (-g,)),
-    "aten::pow": _Kind(("self", "exponent"), torch.pow, lambda g, y, x, n: (_of_power(g, x, n),)),
-    "aten::relu": _Kind(("self",), torch.relu, lambda g, y, x: (aten.threshold_backward(g, y, 0),)),
-    "aten::sigmoid": _Kind(("self",), torch.sigmoid, lambda g, y, x: (aten.sigmoid_backward(g, y),)),
-    "aten::silu": _Kind(("self",), aten.silu, lambda g, y, x: (aten.silu_backward(g, x),)),
-    "aten::softplus": _Kind(
-        ("self", "beta", "threshold"),
-        aten.softplus,
-        lambda g, y, x, beta, threshold: (aten.softplus_backward(g, x, beta, threshold),),
-    ),
-    "aten::square": _Kind(("self",), torch.square, lambda g, y, x: (g * (2 * x),)),
-    "aten::sub": _Kind(_TWO, torch.sub, lambda g, y, a, b: (g, -g), 2),
-    "aten::tanh": _Kind(("self",), torch.tanh, lambda g, y, x: (aten.tanh_backward(g, y),)),
-}
 _PART, _CAST = "part", "to"
-_BY_NAME = {
-    **{name.partition("::")[2]: kind for name, kind in _KINDS.items()},
-    _CAST: _Kind(("self",), lambda x, dtype: x.to(getattr(torch, dtype)), lambda g, y, x, dtype: (g.to(x.dtype),)),
-    _PART: _Kind(("self",), lambda x, *at: x[..., slice(*at)], _of_part),
+_OWN: dict[str, Callable[..., torch.Tensor]] = {
+    _PART: lambda x, *at: x[..., slice(*at)],
+    _CAST: lambda x, dtype: x.to(getattr(torch, dtype)),
 }
+"""Steps that are not called as the operator of ATen of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,38 +45,41 @@ class _Value:
     index: int
 
 
-def run_steps(steps: str, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the operands, then the result of each step; the last one is the result of all steps."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A call by name; values among its arguments are those of steps before it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def run(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        def given(arg: Any) -> Any:
+            return values[arg.index] if isinstance(arg, _Value) else arg
+
+        function = _OWN.get(self.name) or getattr(torch.ops.aten, self.name)
+        return function(*map(given, self.args), **{name: given(arg) for name, arg in self.kwargs.items()})
+
+    @property
+    def reads(self) -> list[int]:
+        """The values that it reads, by index."""
+        return [arg.index for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, _Value)]
+
+
+def run_steps(steps: str, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the result of the last step, or without steps the last operand."""
     values = list(operands)
-    for kind, arguments in _parsed(steps):
-        values.append(kind.run(*_filled(arguments, values)))
-    return values
-
-
-def grads_of_steps(steps: str, values: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the gradients of the operands, given the result's gradient and the `values` that `run_steps` returned.
-
-    Every operand must be read by a step, or be the result itself.
-    """
-    parsed = _parsed(steps)
-    grads: list[Any] = [None] * (len(values) - 1) + [grad]
-    for index in range(len(values) - 1, len(values) - 1 - len(parsed), -1):
-        kind, arguments = parsed[index - len(values)]
-        made = kind.back(grads.pop(), values[index], *_filled(arguments, values))
-        for argument, of_argument in zip(arguments, made, strict=False):
-            if isinstance(argument, _Value):
-                before = grads[argument.index]
-                grads[argument.index] = of_argument if before is None else before + of_argument
-    return grads
+    for step in _parsed(steps):
+        values.append(step.run(values))
+    return values[-1]
 
 
 def dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the result of steps on one operand of `dtype`."""
     dtypes = [dtype]
-    for kind, arguments in _parsed(steps):
-        read = [dtypes[argument.index] for argument in arguments if isinstance(argument, _Value)]
-        is_cast = kind is _BY_NAME[_CAST]
-        dtypes.append(getattr(torch, arguments[1]) if is_cast else functools.reduce(torch.promote_types, read))
+    for step in _parsed(steps):
+        read = [dtypes[index] for index in step.reads]
+        dtypes.append(getattr(torch, step.args[1]) if step.name == _CAST else reduce(torch.promote_types, read))
     return dtypes[-1]
 
 
@@ -171,15 +92,9 @@ def without_last_cast(steps: str) -> tuple[str, torch.dtype | None]:
     ('tanh(v0)', torch.float32)
     """
     parsed = _parsed(steps)
-    if not parsed or parsed[-1][0] is not _BY_NAME[_CAST] or parsed[-1][1][0] != _Value(len(parsed) - 1):
+    if not parsed or parsed[-1].name != _CAST or parsed[-1].reads != [len(parsed) - 1]:
         return steps, None
     return steps.rpartition(";")[0], dtype_after(steps, torch.float32)
-
-
-def reads_result(steps: str) -> bool:
-    """Whether `grads_of_steps` reads the entries of the result; false if the last step is a cast, or without steps."""
-    parsed = _parsed(steps)
-    return bool(parsed) and parsed[-1][0] is not _BY_NAME[_CAST]
 
 
 def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
@@ -189,9 +104,11 @@ def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         return f"{_PART}({names[read]}, {at.start}, {at.stop}, {at.step})"
     if key(node) == _TO:
         return f"{_CAST}({names[node.all_input_nodes[0]]}, {dtype_name(fake_value(node).dtype)!r})"
-    given = bind(node)
-    written = (given[name] for name in _KINDS[key(node)].arguments)
-    arguments = (names[argument] if isinstance(argument, fx.Node) else repr(argument) for argument in written)
+
+    def written(arg: Any) -> str:
+        return names[arg] if isinstance(arg, fx.Node) else repr(arg)
+
+    arguments = [*map(written, node.args), *(f"{name}={written(arg)}" for name, arg in node.kwargs.items())]
     return f"{key(node).partition('::')[2]}({', '.join(arguments)})"
 
 
@@ -210,27 +127,34 @@ def why_no_step(node: fx.Node) -> str:
         before, after = fake_value(node.all_input_nodes[0]), fake_value(node)
         is_cast = after.is_floating_point() and before.is_floating_point() and after.device == before.device
         return "" if is_cast else f"%{node.name}, {name}, is not a cast between floating-point dtypes on one device"
-    kind = _KINDS.get(name)
-    if kind is None:
-        return f"%{node.name}, {name}, is not in the table of pointwise operators"
-    signature = signature_of(node.target, node.args, node.kwargs)
-    given = signature.bind(node.args, node.kwargs)
-    for argument, what in given.items():
-        if argument not in kind.arguments:
-            is_known = what == signature.defaults.get(argument)
-        elif isinstance(what, fx.Node):
-            is_known = argument in kind.arguments[: kind.num_tensors] and _width(what) == _width(node)
-        else:
-            is_known = argument != "self" and (not isinstance(what, float) or math.isfinite(what))
-        if not is_known:
+    rule = LAYOUTS.get(name)
+    if rule is None or rule.index_map is not broadcast or is_random(node):
+        return f"%{node.name}, {name}, is not a pointwise operator"
+    for argument, what in bind(node).items():
+        if not _is_known(what, node):
             return f"%{node.name}, {name}, has {argument}={what}"
-    return ""
+    read = [fake_value(operand).dtype for operand in node.all_input_nodes]
+    made = fake_value(node).dtype
+    return "" if made == reduce(torch.promote_types, read) else f"%{node.name}, {name}, gives {dtype_name(made)}"
+
+
+def _is_known(argument: Any, node: fx.Node) -> bool:
+    """Whether a step can have the argument: a value with the columns of the result, or a literal of Python."""
+    if isinstance(argument, fx.Node):
+        return _width(argument) == _width(node)
+    return isinstance(argument, (int, str, type(None))) or (isinstance(argument, float) and math.isfinite(argument))
 
 
 def _width(node: fx.Node) -> torch.Size | None:
     """Returns the last dimension of a tensor; None for a number."""
     made = value(node)
     return made.shape[-1:] if isinstance(made, torch.Tensor) else None
+
+
+def keeps_columns(node: fx.Node) -> bool:
+    """Whether the last dimension, whose size is a number, is the same before and after a call."""
+    before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
+    return before == after and all(isinstance(size, int) for size in after)
 
 
 def _why_not_columns(node: fx.Node) -> str:
@@ -256,15 +180,17 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, slice]:
     return made, slice(*slice(given["start"], given["end"], given.get("step", 1)).indices(width))
 
 
-def _filled(arguments: Sequence[Any], values: Sequence[torch.Tensor]) -> list[Any]:
-    return [values[argument.index] if isinstance(argument, _Value) else argument for argument in arguments]
-
-
 @cache
-def _parsed(steps: str) -> list[tuple[_Kind, tuple[Any, ...]]]:
-    """Parses the text into the kinds of the steps and their arguments."""
+def _parsed(steps: str) -> list[_Step]:
     calls: list[Any] = [statement.value for statement in ast.parse(steps).body if isinstance(statement, ast.Expr)]
-    return [(_BY_NAME[call.func.id], tuple(map(_argument, call.args))) for call in calls]
+    return [
+        _Step(
+            call.func.id,
+            tuple(map(_argument, call.args)),
+            {keyword.arg: _argument(keyword.value) for keyword in call.keywords},
+        )
+        for call in calls
+    ]
 
 
 def _argument(written: ast.expr) -> Any:

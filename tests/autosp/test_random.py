@@ -176,6 +176,20 @@ def test_the_gradient_is_that_of_the_numbers_drawn(name: str) -> None:
     assert torch.autograd.gradcheck(draw, tuple(map(operand, (_operand(name), *others))))
 
 
+def test_the_gradient_under_hooks_for_saved_tensors() -> None:
+    """As where `save_on_cpu` is around a whole step: torch.func refuses to run there."""
+    given = [torch.rand_like(HEADS).requires_grad_() for _ in range(3)]
+    overload, (*_, mask, p, causal, scale, gqa) = DRAWS["scaled_dot_product_attention"]
+
+    def gradients() -> tuple[Tensor, ...]:
+        made = by_rank(overload)(*given, mask, p, causal, scale, gqa, torch.tensor(3), 1)
+        return torch.autograd.grad(made.square().sum(), given)
+
+    expected = gradients()
+    with torch.autograd.graph.save_on_cpu():
+        assert all(map(torch.equal, gradients(), expected))
+
+
 def test_noise_drops_as_often_as_asked_and_is_scaled() -> None:
     noise = by_rank(aten.dropout.default)(torch.ones(100_000), 0.2, True, torch.tensor(3), 1)
     assert noise.unique().tolist() == [0.0, 1.25]

@@ -144,7 +144,7 @@ def test_any_length_is_tiled_and_described_for_a_long_one() -> None:
     ("layer", "option", "why"),
     [
         (_Layer(64), 2**20, "no MLP is computed in tiles: the largest, at %linear_2"),
-        (_Layer(64, dropout=0.5), 2**8, "fxrewrite_rules::aten_dropout_by_rank, is not in the table"),
+        (_Layer(64, dropout=0.5), 2**8, "fxrewrite_rules::aten_dropout_by_rank, is not a pointwise operator"),
         (_Layer(64), None, ""),
         (_Layer(64), "auto", ""),
     ],

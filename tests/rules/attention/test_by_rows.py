@@ -28,17 +28,12 @@ from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
 from rules.masks.expressions import MaskExpression
 from rules.masks.tiles import MASK_TILES
+from tests.rules.attention.cases import LOW, B, H, S, dense_values, results as results_of
 
-B, H, KV, S = 2, 4, 2, 7
-LOW = torch.finfo(torch.float64).min
+pytestmark = pytest.mark.usefixtures("three_rows_a_block")
+KV = 2
 Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The mask of integers [B, S] and slopes [H]."""
-
-
-@pytest.fixture(autouse=True)
-def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "_MOST_ROWS", 3)
-    monkeypatch.setattr(sizes, "_COLUMNS", 1)
 
 
 def positions(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,11 +119,8 @@ def traced(attend: Callable[..., Any], given: list[torch.Tensor], mode: str = "f
     return gm
 
 
-def results(function: Callable[..., torch.Tensor], width: int = 4) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    qkv = operands(width)
-    out = function(*qkv, *data())
-    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).sin()
-    return out, torch.autograd.grad((out * weights).sum(), qkv)
+def results(function: Callable[..., torch.Tensor], width: int = 4) -> Any:
+    return results_of(lambda *qkv: function(*qkv, *data()), operands(width))
 
 
 def check_equal(found: Callable[..., torch.Tensor], expected: Callable[..., torch.Tensor], width: int = 4) -> None:
@@ -146,13 +138,6 @@ def test_a_mask_that_is_read(name: str, mode: str) -> None:
     assert not BY_ROWS.apply(gm).rewrites
     assert not dense_values(gm)
     check_equal(gm, attend)
-
-
-def dense_values(gm: fx.GraphModule) -> list[str]:
-    """The nodes that hold a value with rows and columns."""
-    length = gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[2]
-    shapes = {node.name: getattr(node.meta.get("val"), "shape", ()) for node in gm.graph.nodes}
-    return [name for name, shape in shapes.items() if sum(str(size) == str(length) for size in shape) > 1]
 
 
 KINDS = ("bool", "-inf", "the lowest number")

@@ -17,7 +17,7 @@ from fxrewrite import Report, RuleSet, normalize
 from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED
 from tests.dynamo import caught
-from tests.rewriting import value_and_gradients
+from tests.rewriting import count, value_and_gradients
 
 Function = Callable[..., torch.Tensor]
 B, H, L, E = 2, 4, 6, 8
@@ -49,10 +49,6 @@ def symbolic(function: Function, args: list[torch.Tensor]) -> tuple[fx.GraphModu
     gm = fx.symbolic_trace(function)
     FakeTensorProp(gm).propagate(*args)
     return gm, args
-
-
-def count(gm: fx.GraphModule, name: str) -> int:
-    return sum(key(node) == f"aten::{name}" for node in gm.graph.nodes)
 
 
 def fired(report: Report) -> set[str]:

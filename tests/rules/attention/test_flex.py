@@ -21,18 +21,15 @@ from rules.attention.flex import _why_too_large, flex_rules
 from rules.attention.flex_operator import FLEX_ATTENTION
 from rules.attention.operator import RAISE_ATTENTION
 from tests.dynamo import caught
+from tests.rules.attention.cases import LOW, B, S, dense_values
 from tests.rules.attention.test_by_rows import (
-    LOW,
     READABLE,
-    B,
-    S,
     added,
     alibi,
     attend_with,
     causal,
     check_equal,
     data,
-    dense_values,
     near,
     operands,
     positions,

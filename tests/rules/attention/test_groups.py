@@ -16,6 +16,7 @@ from fxrewrite.ops import bind
 from rules.attention.composite import ATTENTION_UNBIASED
 from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS, share_heads
 from rules.attention.operator import RAISE_ATTENTION, attentions
+from tests.rules.attention.cases import results
 
 B, H, KV, S, D = 2, 6, 2, 5, 4
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
@@ -81,13 +82,6 @@ SHARED: dict[str, tuple[Function, int]] = {
     "written out": (written_out, KV),
     "beside sinks": (beside_sinks, KV),
 }
-
-
-def results(function: Function, given: list[torch.Tensor]) -> Any:
-    out = function(*given)
-    values = out if isinstance(out, tuple) else (out,)
-    loss = sum((x * torch.arange(x.numel()).reshape(x.shape).sin()).sum() for x in values)
-    return out, torch.autograd.grad(loss, given, allow_unused=True)
 
 
 @pytest.mark.parametrize("name", SHARED)

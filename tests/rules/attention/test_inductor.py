@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import fx
 
 from fxrewrite import normalize
-from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION_DROPOUT
 from tests.dynamo import caught
-from tests.rewriting import traced, value_and_gradients
+from tests.rewriting import count, traced, value_and_gradients
 
 Function = Callable[..., Any]
 B, H, L, E = 2, 3, 6, 8
@@ -47,122 +45,21 @@ def hides_zeros(mask: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(hidden, number(-math.inf, scores))
 
 
-def one(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return torch.matmul(q, k.transpose(-2, -1)).div(3.0).softmax(-1).matmul(v)
+def added(q: Any, k: Any, v: Any, m: Any, p: float) -> Any:
+    return F.dropout((torch.matmul(q, k.permute(0, 1, 3, 2)) + m).float().softmax(-1).type_as(q), p).matmul(v)
 
 
-def two(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return torch.matmul(q, k.transpose(-2, -1)).mul(0.4).softmax(-1).matmul(v)
-
-
-def three(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return F.dropout(torch.matmul(q, k.transpose(-2, -1)).div(3.0).softmax(-1), p).matmul(v)
-
-
-def four(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return F.dropout((q @ k.transpose(-2, -1)).mul(0.4).softmax(-1), p).matmul(v)
-
-
-def five(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(E) + m, -1) @ v
-
-
-def six(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    return torch.dropout(torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(E) + m, -1), p, True) @ v
-
-
-def seven(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    weights = torch.dropout(torch.softmax((q @ k.transpose(-2, -1) / 3.0).to(torch.float32), -1), p, True).to(HALF)
-    return weights @ v.to(weights.dtype)
-
-
-def eight(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    weights = torch.softmax((q @ k.transpose(-2, -1) / 3.0).to(torch.float32), -1).to(HALF)
-    return weights @ v.to(weights.dtype)
-
-
-def nine(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    weights = torch.dropout(torch.softmax((q / 3.0 @ k.transpose(-2, -1)).to(torch.float32), -1), p, True).to(HALF)
-    return weights @ v.to(weights.dtype)
-
-
-def ten(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    weights = torch.softmax((q / 3.0 @ k.transpose(-2, -1)).to(torch.float32), -1).to(HALF)
-    return weights @ v.to(weights.dtype)
-
-
-def eleven(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return one(*turned(q, k, v), p=p)
-
-
-def twelve(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return three(*turned(q, k, v), p=p)
-
-
-def thirteen(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return torch.bmm(F.dropout(torch.bmm(q, k.transpose(1, 2)).softmax(-1), p), v)
-
-
-def fourteen(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    return (torch.matmul(q, k.transpose(-2, -1)).div(3.0) + m).softmax(-1).matmul(v)
-
-
-def fifteen(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    return torch.softmax(hides_zeros(m, (q @ k.transpose(-2, -1)).div(3.0)), -1) @ v
-
-
-def sixteen(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    dtype = q.dtype
-    q, k, v = turned(q, k, v)
-    return F.dropout((torch.matmul(q, k.transpose(-2, -1)).div(3.0) + m).softmax(-1), p).to(dtype).matmul(v)
-
-
-def seventeen(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    return F.dropout(torch.softmax(hides_zeros(m, (q @ k.transpose(-2, -1)).div(3.0)), -1), p) @ v
-
-
-def eighteen(q: Any, k: Any, v: Any, kept: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    scores = torch.matmul(q, k.permute(0, 1, 3, 2))
-    scores = torch.where(kept, scores.div(number(3.0, scores)), number(least(q), q))
-    return F.dropout(scores.softmax(-1), p).matmul(v), k, v
-
-
-def nineteen(q: Any, k: Any, v: Any, kept: Any, m: Any, *, p: float) -> Any:
-    scores = torch.matmul(q, k.permute(0, 1, 3, 2))
-    scores = torch.where(kept, scores.div(number(3.0, scores)), number(least(q), q)) + m
-    return F.dropout(scores.softmax(-1).type(v.dtype), p).matmul(v)
-
-
-def twenty(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    return F.dropout(torch.softmax(hides_zeros(m, q.div(3.0) @ k.transpose(-2, -1)), -1), p) @ v
-
-
-def twenty_one(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
+def narrowed(q: Any, k: Any, v: Any, m: Any, p: float) -> Any:
     scores = (torch.matmul(q, k.permute(0, 1, 3, 2)) + m).type_as(q)
     return scores.float().softmax(-1).type_as(q).matmul(v)
 
 
-def twenty_two(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    return twenty_one(q, k, v, m, p=p), *turned(k, v)
+def chosen(q: Any, k: Any, kept: Any) -> Any:
+    scores = torch.matmul(q, k.permute(0, 1, 3, 2))
+    return torch.where(kept, scores.div(number(3.0, scores)), number(least(q), q))
 
 
-def twenty_three(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    scores = torch.matmul(q, k.permute(0, 1, 3, 2)).float().type_as(q)
-    return scores.float().softmax(-1).type_as(q).matmul(v), k, v
-
-
-def twenty_four(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
+def of_one_batch(q: Any, k: Any, v: Any, m: Any, p: float) -> Any:
     batch, heads, rows, size = q.shape
     flat = [x.reshape(batch * heads, -1, size) for x in (q, k, v)]
     scores = torch.bmm(flat[0], flat[1].transpose(1, 2)).view(batch, heads, rows, -1) + m
@@ -170,68 +67,74 @@ def twenty_four(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
     return torch.bmm(weights, flat[2]).view(batch, heads, rows, size)
 
 
-def twenty_five(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    return F.dropout((torch.matmul(q, k.permute(0, 1, 3, 2)) + m).float().softmax(-1).type_as(q), p).matmul(v)
+def both_scaled(q: Any, k: Any) -> Any:
+    return torch.ops.aten.mul.Scalar(q, 0.6) @ torch.ops.aten.mul.Scalar(k.transpose(-2, -1), 0.6)
 
 
-def twenty_six(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    return twenty_five(q, k, v, m, p=p), *turned(k, v)
-
-
-def twenty_seven(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    return F.dropout(torch.matmul(q, k.permute(0, 1, 3, 2)).float().softmax(-1).type_as(q), p).matmul(v), k, v
-
-
-def twenty_eight(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    return four(*turned(q, k, v), p=p)
-
-
-def twenty_nine(q: Any, k: Any, v: Any, m: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    scores = torch.ops.aten.mul.Scalar(q, 0.6) @ torch.ops.aten.mul.Scalar(k.transpose(-2, -1), 0.6) + m
-    return torch.ops.aten._safe_softmax(scores, -1) @ v
-
-
-def thirty(q: Any, k: Any, v: Any, *, p: float) -> Any:
-    q, k, v = turned(q, k, v)
-    scores = torch.ops.aten.mul.Scalar(q, 0.6) @ torch.ops.aten.mul.Scalar(k.transpose(-2, -1), 0.6)
-    return torch.ops.aten._safe_softmax(scores, -1) @ v
-
-
-# the function, the layout of its heads, what masks it reads
-COMPUTATIONS: dict[int, tuple[Function, str, tuple[str, ...]]] = {
-    1: (one, "BHLE", ()),
-    2: (two, "BHLE", ()),
-    3: (three, "BHLE", ()),
-    4: (four, "BHLE", ()),
-    5: (five, "BHLE", ("added",)),
-    6: (six, "BHLE", ("added",)),
-    7: (seven, "BLHE", ()),
-    8: (eight, "BLHE", ()),
-    9: (nine, "BLHE", ()),
-    10: (ten, "BLHE", ()),
-    11: (eleven, "BLHE", ()),
-    12: (twelve, "BLHE", ()),
-    13: (thirteen, "(BH)LE", ()),
-    14: (fourteen, "BLHE", ("added",)),
-    15: (fifteen, "BLHE", ("tokens",)),
-    16: (sixteen, "BLHE", ("added",)),
-    17: (seventeen, "BLHE", ("tokens",)),
-    18: (eighteen, "BLHE", ("kept",)),
-    19: (nineteen, "BHLE", ("kept", "added")),
-    20: (twenty, "BLHE", ("tokens",)),
-    21: (twenty_one, "BLHE", ("added",)),
-    22: (twenty_two, "BLHE", ("added",)),
-    23: (twenty_three, "BLHE", ()),
-    24: (twenty_four, "BHLE", ("added",)),
-    25: (twenty_five, "BLHE", ("added",)),
-    26: (twenty_six, "BLHE", ("added",)),
-    27: (twenty_seven, "BLHE", ()),
-    28: (twenty_eight, "BLHE", ()),
-    29: (twenty_nine, "BLHE", ("added",)),
-    30: (thirty, "BLHE", ()),
+# the layout of the heads, what masks it reads, and the function of q, k, v, each [B, H, L, E] or [B * H, L, E]
+COMPUTATIONS: dict[int, tuple[str, tuple[str, ...], Function]] = {
+    1: ("BHLE", (), lambda q, k, v, p: torch.matmul(q, k.transpose(-2, -1)).div(3.0).softmax(-1).matmul(v)),
+    2: ("BHLE", (), lambda q, k, v, p: torch.matmul(q, k.transpose(-2, -1)).mul(0.4).softmax(-1).matmul(v)),
+    3: ("BHLE", (), lambda q, k, v, p: F.dropout((q @ k.transpose(-2, -1)).div(3.0).softmax(-1), p).matmul(v)),
+    4: ("BHLE", (), lambda q, k, v, p: F.dropout((q @ k.transpose(-2, -1)).mul(0.4).softmax(-1), p).matmul(v)),
+    5: ("BHLE", ("added",), lambda q, k, v, m, p: torch.softmax(q @ k.mT / math.sqrt(E) + m, -1) @ v),
+    6: (
+        "BHLE",
+        ("added",),
+        lambda q, k, v, m, p: torch.dropout(torch.softmax(q @ k.mT / math.sqrt(E) + m, -1), p, True) @ v,
+    ),
+    7: (
+        "BLHE",
+        (),
+        lambda q, k, v, p: torch.dropout(torch.softmax((q @ k.mT / 3.0).float(), -1), p, True).to(HALF) @ v.to(HALF),
+    ),
+    8: ("BLHE", (), lambda q, k, v, p: torch.softmax((q @ k.mT / 3.0).to(torch.float32), -1).to(HALF) @ v.to(HALF)),
+    9: (
+        "BLHE",
+        (),
+        lambda q, k, v, p: torch.dropout(torch.softmax((q / 3.0 @ k.mT).float(), -1), p, True).to(HALF) @ v.to(HALF),
+    ),
+    10: ("BLHE", (), lambda q, k, v, p: torch.softmax((q / 3.0 @ k.mT).to(torch.float32), -1).to(HALF) @ v.to(HALF)),
+    11: ("BLHE", (), lambda q, k, v, p: torch.matmul(q, k.transpose(-2, -1)).div(3.0).softmax(-1).matmul(v)),
+    12: ("BLHE", (), lambda q, k, v, p: F.dropout((q @ k.transpose(-2, -1)).div(3.0).softmax(-1), p).matmul(v)),
+    13: ("(BH)LE", (), lambda q, k, v, p: torch.bmm(F.dropout(torch.bmm(q, k.transpose(1, 2)).softmax(-1), p), v)),
+    14: ("BLHE", ("added",), lambda q, k, v, m, p: ((q @ k.transpose(-2, -1)).div(3.0) + m).softmax(-1).matmul(v)),
+    15: ("BLHE", ("tokens",), lambda q, k, v, m, p: torch.softmax(hides_zeros(m, (q @ k.mT).div(3.0)), -1) @ v),
+    16: (
+        "BLHE",
+        ("added",),
+        lambda q, k, v, m, p: F.dropout(((q @ k.mT).div(3.0) + m).softmax(-1), p).to(q.dtype).matmul(v),
+    ),
+    17: (
+        "BLHE",
+        ("tokens",),
+        lambda q, k, v, m, p: F.dropout(torch.softmax(hides_zeros(m, (q @ k.mT).div(3.0)), -1), p) @ v,
+    ),
+    18: ("BLHE", ("kept",), lambda q, k, v, h, p: (F.dropout(chosen(q, k, h).softmax(-1), p).matmul(v), k, v)),
+    19: (
+        "BHLE",
+        ("kept", "added"),
+        lambda q, k, v, h, m, p: F.dropout((chosen(q, k, h) + m).softmax(-1).type(v.dtype), p).matmul(v),
+    ),
+    20: (
+        "BLHE",
+        ("tokens",),
+        lambda q, k, v, m, p: F.dropout(torch.softmax(hides_zeros(m, q.div(3.0) @ k.mT), -1), p) @ v,
+    ),
+    21: ("BLHE", ("added",), narrowed),
+    22: ("BLHE", ("added",), lambda q, k, v, m, p: (narrowed(q, k, v, m, p), k, v)),
+    23: (
+        "BLHE",
+        (),
+        lambda q, k, v, p: ((q @ k.mT).float().type_as(q).float().softmax(-1).type_as(q).matmul(v), k, v),
+    ),
+    24: ("BHLE", ("added",), of_one_batch),
+    25: ("BLHE", ("added",), added),
+    26: ("BLHE", ("added",), lambda q, k, v, m, p: (added(q, k, v, m, p), k, v)),
+    27: ("BLHE", (), lambda q, k, v, p: (F.dropout((q @ k.mT).float().softmax(-1).type_as(q), p).matmul(v), k, v)),
+    28: ("BLHE", (), lambda q, k, v, p: F.dropout((q @ k.transpose(-2, -1)).mul(0.4).softmax(-1), p).matmul(v)),
+    29: ("BLHE", ("added",), lambda q, k, v, m, p: torch.ops.aten._safe_softmax(both_scaled(q, k) + m, -1) @ v),
+    30: ("BLHE", (), lambda q, k, v, p: torch.ops.aten._safe_softmax(both_scaled(q, k), -1) @ v),
 }
 HALF_ONLY = {7, 8, 9, 10}
 """They cast weights to float16, whatever q is."""
@@ -252,19 +155,19 @@ def inputs(layout: str, masks: tuple[str, ...], dtype: torch.dtype) -> list[torc
     return [q, k, v, *(drawn[mask] for mask in masks)]
 
 
-def count(gm: fx.GraphModule, name: str) -> int:
-    return sum(key(node) == f"aten::{name}" for node in gm.graph.nodes)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "float16"])
 @pytest.mark.parametrize("p", [0.0, 0.25], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("computation", COMPUTATIONS)
 def test_inductors_attention_is_the_operator(computation: int, p: float, dtype: torch.dtype) -> None:
-    function, layout, masks = COMPUTATIONS[computation]
+    layout, masks, function = COMPUTATIONS[computation]
     if computation in HALF_ONLY and dtype != HALF:
         pytest.skip("it casts weights to float16")
     args = inputs(layout, masks, dtype)
-    gm, placed = caught(lambda *args: function(*args, p=p), *args)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masks: torch.Tensor) -> Any:
+        return function(*(turned(q, k, v) if layout == "BLHE" else (q, k, v)), *masks, p=p)
+
+    gm, placed = caught(attention, *args)
     gm = normalize(gm)
     if p and not count(gm, "dropout"):
         pytest.skip("it has no dropout")
@@ -280,24 +183,18 @@ def test_inductors_attention_is_the_operator(computation: int, p: float, dtype: 
 
 LOW = -1e9
 VARIANTS: dict[str, Function] = {
-    "query times a number": lambda q, k, v, m, h: ((q * 0.3) @ k.mT).softmax(-1) @ v,
     "query by a tensor": lambda q, k, v, m, h: ((q / number(3.0, q)) @ k.mT).softmax(-1) @ v,
     "key by a number": lambda q, k, v, m, h: (q @ (k / 3.0).mT + m).softmax(-1) @ v,
     "transposed key times a number": lambda q, k, v, m, h: (q @ (k.mT * 0.5)).softmax(-1) @ v,
-    "query and key times a number": lambda q, k, v, m, h: ((q * 0.5) @ (0.5 * k).mT).softmax(-1) @ v,
     "scores times a tensor": lambda q, k, v, m, h: (q @ k.mT * number(0.3, q) + m).softmax(-1) @ v,
     "scores by a root": lambda q, k, v, m, h: (q @ k.mT / torch.sqrt(number(8.0, q))).softmax(-1) @ v,
     "scores by a tensor of one dimension": lambda q, k, v, m, h: (q @ k.mT / torch.full((1,), 3.0)).softmax(-1) @ v,
     "scores by a constant": lambda q, k, v, m, h: (q @ k.mT / torch.tensor(3.0)).softmax(-1) @ v,
     "scores times a product of numbers": lambda q, k, v, m, h: (q @ k.mT * (number(0.5, q) * 0.5)).softmax(-1) @ v,
-    "mask before the scale": lambda q, k, v, m, h: ((q @ k.mT + m) / 3.0).softmax(-1) @ v,
-    "mask before and after the scale": lambda q, k, v, m, h: ((q @ k.mT + m) / 3.0 + m).softmax(-1) @ v,
     "mask expanded": lambda q, k, v, m, h: (b := q @ k.mT, (b + m.expand_as(b)).softmax(-1) @ v)[1],
     "mask narrower": lambda q, k, v, m, h: (q @ k.mT + m.half()).softmax(-1) @ v,
-    "two masks": lambda q, k, v, m, h: (q @ k.mT * 0.3 + m + m[:, :, :1]).softmax(-1) @ v,
     "fill of a tensor": lambda q, k, v, m, h: (q @ k.mT).masked_fill(~h, number(LOW, q)).softmax(-1) @ v,
     "fill in place": lambda q, k, v, m, h: (q @ k.mT).masked_fill_(~h, least(q)).softmax(-1) @ v,
-    "fill of the least number": lambda q, k, v, m, h: torch.where(h, q @ k.mT, least(q)).softmax(-1) @ v,
     "fill first": lambda q, k, v, m, h: torch.where(~h, LOW, q @ k.mT).softmax(-1) @ v,
     "fill first, a tensor": lambda q, k, v, m, h: torch.where(~h, number(LOW, q), q @ k.mT).softmax(-1) @ v,
     "fill like the scores": lambda q, k, v, m, h: (
@@ -309,7 +206,6 @@ VARIANTS: dict[str, Function] = {
         torch.where(h, b, torch.full(b.shape, LOW)).softmax(-1) @ v,
     )[1],
     "fill of a constant": lambda q, k, v, m, h: torch.where(h, q @ k.mT, torch.tensor(LOW)).softmax(-1) @ v,
-    "fill over a bias": lambda q, k, v, m, h: torch.where(h, q @ k.mT + m, LOW).softmax(-1) @ v,
     "fill over a bias, dropout": lambda q, k, v, m, h: (
         F.dropout(torch.where(h, q @ k.mT + m, LOW).softmax(-1), 0.2) @ v
     ),
@@ -332,11 +228,6 @@ VARIANTS: dict[str, Function] = {
     "casts that cancel": lambda q, k, v, m, h: (q @ k.mT).double().float().double().softmax(-1).float() @ v,
     "cast of scores": lambda q, k, v, m, h: ((q @ k.mT).double() * 0.3).softmax(-1).to(v.dtype) @ v,
     "cast after dropout": lambda q, k, v, m, h: F.dropout((q @ k.mT).double().softmax(-1), 0.2).type_as(v) @ v,
-    "softmax with a dtype": lambda q, k, v, m, h: F.softmax(q @ k.mT + m, -1, dtype=torch.float64).type_as(v) @ v,
-    "einsum": lambda q, k, v, m, h: torch.einsum("bhqd,bhkd->bhqk", q, k).div(number(3.0, q)).softmax(-1) @ v,
-    "flat heads": lambda q, k, v, m, h: torch.bmm(
-        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)
-    ),
     "flat heads with a fill": lambda q, k, v, m, h: torch.bmm(
         torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
         .unflatten(0, (B, H))

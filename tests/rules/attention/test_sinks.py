@@ -9,22 +9,14 @@ import pytest
 import torch
 
 from fxrewrite import DeadCode, RuleSet
-from rules.attention import blocks
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
 from tests.rewriting import traced
-from tests.rules.attention.test_by_rows import dense_values
+from tests.rules.attention.cases import LOW, B, D, H, S, added, dense_values, kept, results
 
-B, H, S, D = 2, 4, 7, 4
-LOW = torch.finfo(torch.float64).min
+pytestmark = pytest.mark.usefixtures("three_rows_a_block")
 RULES = RuleSet("sinks", DeadCode("drop_first"), ATTENTION_UNBIASED, BY_ROWS)
 Function = Callable[..., torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_MOST_ROWS", 3)
-    monkeypatch.setattr(blocks, "_COLUMNS", 1)
 
 
 def operands(width: int = D) -> list[torch.Tensor]:
@@ -35,16 +27,6 @@ def operands(width: int = D) -> list[torch.Tensor]:
 
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return q @ k.transpose(-2, -1) * 0.5
-
-
-def kept(window: int = S, first: int = 0) -> torch.Tensor:
-    """Rows in front of `first` keep no key."""
-    rows, columns = torch.arange(S)[:, None], torch.arange(S)
-    return (columns <= rows) & (columns > rows - window) & (columns >= first)
-
-
-def added(fill: float, **which: int) -> torch.Tensor:
-    return torch.where(kept(**which), 0.0, torch.tensor(fill, dtype=torch.float64))
 
 
 def column(sinks: torch.Tensor) -> torch.Tensor:
@@ -109,12 +91,6 @@ SPELLINGS: dict[str, Function] = {
     "rows without keys, by the lowest number": without_keys(LOW),
     "rows without keys, by -inf": without_keys(-torch.inf),
 }
-
-
-def results(function: Function, given: list[torch.Tensor]) -> Any:
-    out = function(*given)
-    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).sin()
-    return out, torch.autograd.grad((out * weights).sum(), given)
 
 
 @pytest.mark.parametrize("width", [D, D + 2])

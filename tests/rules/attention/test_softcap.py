@@ -12,7 +12,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from fxrewrite import DeadCode, RuleSet
 from fxrewrite.ops import bind, key
-from rules.attention import blocks
 from rules.attention.by_rows import BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
 from rules.attention.flex import flex_rules
@@ -20,20 +19,13 @@ from rules.attention.flex_operator import FLEX_ATTENTION
 from rules.attention.groups import SHARE_HEADS
 from rules.attention.operator import ATTEND, LOWER_ATTENTION, attentions
 from tests.rewriting import traced
-from tests.rules.attention.test_by_rows import added as hidden_by, dense_values
+from tests.rules.attention.cases import LOW, B, D, H, S, added, dense_values, kept, results
 
-B, H, S, D = 2, 4, 7, 4
-LOW = torch.finfo(torch.float64).min
+pytestmark = pytest.mark.usefixtures("three_rows_a_block")
 SCALE, CAP = 0.5, 0.6
 """Scores are a few times the cap."""
 FUSE = RuleSet("softcaps", DeadCode("drop_first"), ATTENTION_UNBIASED, SHARE_HEADS)
 Function = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_MOST_ROWS", 3)
-    monkeypatch.setattr(blocks, "_COLUMNS", 1)
 
 
 def operands(*, width: int = D, kv_heads: int = H, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -41,16 +33,6 @@ def operands(*, width: int = D, kv_heads: int = H, dtype: torch.dtype = torch.fl
     shapes = [(B, H, S, D), (B, kv_heads, S, D), (B, kv_heads, S, width)]
     made = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     return [x.to(dtype).requires_grad_() for x in made]
-
-
-def kept(window: int = S, first: int = 0) -> Tensor:
-    """Rows in front of `first` keep no key."""
-    rows, columns = torch.arange(S)[:, None], torch.arange(S)
-    return (columns <= rows) & (columns > rows - window) & (columns >= first)
-
-
-def added(fill: float = LOW, dtype: torch.dtype = torch.float64, **which: int) -> Tensor:
-    return torch.where(kept(**which), 0.0, torch.tensor(fill, dtype=dtype))
 
 
 def capped(q: Tensor, k: Tensor) -> Tensor:
@@ -97,12 +79,6 @@ SPELLINGS: dict[str, Function] = {
     "rows without keys, by the lowest number": lambda q, k, v: (capped(q, k) + added(first=3)).softmax(-1) @ v,
     "rows without keys, filled": lambda q, k, v: capped(q, k).masked_fill(~kept(first=3), LOW).softmax(-1) @ v,
 }
-
-
-def results(function: Function, given: list[Tensor]) -> Any:
-    out = function(*given)
-    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).sin()
-    return out, torch.autograd.grad((out * weights).sum(), given)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -168,7 +144,7 @@ def test_by_flex_attention(fill: float | None, kv_heads: int) -> None:
     """A softcap is part of its score_mod, before an added mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = kept() if fill is None else hidden_by(kept(), fill)
+        mask = kept() if fill is None else torch.zeros(S, S, dtype=torch.float64).masked_fill(~kept(), fill)
         return ATTEND(q, k, v, mask, scale=SCALE, enable_gqa=True, softcap=CAP)
 
     given = operands(kv_heads=kv_heads)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.activations import ACT2FN, GELUActivation, GELUTanh
 
 from rules.fusions.activations import ACTIVATIONS
+from tests.rewriting import calls, check_left_alone, check_rewritten, check_stages, traced
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 ROOT, SCALE = math.sqrt(2.0), math.sqrt(2.0 / math.pi)
@@ -81,25 +80,13 @@ KEPT: dict[str, tuple[str, Function, str]] = {
 }
 
 
-def traced(function: Function, x: torch.Tensor) -> fx.GraphModule:
-    return make_fx(lambda x: function(x), tracing_mode="fake", pre_dispatch=True)(x)
-
-
-def value_and_gradient(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.clone().requires_grad_()
-    value = function(x)
-    return value.detach(), torch.autograd.grad(value.double().square().sum(), x)[0]
-
-
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_is_one_operator(spelling: str) -> None:
     rule, function = SPELLINGS[spelling]
-    x = torch.randn(64, dtype=torch.float64) * 3
-    gm = traced(function, x)
-    assert ACTIVATIONS.apply(gm)[f"activations.{rule}"].rewrites == 1
-    assert sum(n.op == "call_function" for n in gm.graph.nodes) == 1
-    torch.testing.assert_close(value_and_gradient(gm, x), value_and_gradient(function, x), rtol=1e-11, atol=1e-13)
-    assert ACTIVATIONS.apply(gm).rewrites == 0
+    gm = check_rewritten(
+        ACTIVATIONS, f"activations.{rule}", function, [torch.randn(64, dtype=torch.float64) * 3], 1e-12
+    )
+    assert len(calls(gm)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -107,7 +94,7 @@ def test_is_one_operator(spelling: str) -> None:
 def test_is_nearer_to_the_real_number_in_half_precision(spelling: str, dtype: torch.dtype) -> None:
     function = SPELLINGS[spelling][1] if spelling in SPELLINGS else ACT2FN["gelu_fast"]
     x = (torch.randn(4096) * 2).to(dtype)
-    gm = traced(function, x)
+    gm = traced(lambda x: function(x), x)
     assert ACTIVATIONS.apply(gm).rewrites == 1
     real = function(x.double())
     before, after = (function(x).double() - real).abs(), (gm(x).double() - real).abs()
@@ -117,33 +104,21 @@ def test_is_nearer_to_the_real_number_in_half_precision(spelling: str, dtype: to
 
 
 def test_the_fast_gelu_of_hugging_face_in_float32() -> None:
-    x = torch.randn(64)
-    gm = traced(ACT2FN["gelu_fast"], x)
-    assert ACTIVATIONS.apply(gm)["activations.to_gelu_tanh_fast"].rewrites == 1
-    torch.testing.assert_close(gm(x), ACT2FN["gelu_fast"](x))
+    check_rewritten(ACTIVATIONS, "activations.to_gelu_tanh_fast", ACT2FN["gelu_fast"], [torch.randn(64)], 1e-5)
 
 
 def test_integers_stay() -> None:
-    gm = traced(lambda x: x * torch.sigmoid(x), torch.arange(8))
-    assert ACTIVATIONS.apply(gm).rewrites == 0
-    assert "x has dtype int64" in str(ACTIVATIONS.once().explain(gm, "activations.to_silu"))
+    check_left_alone(ACTIVATIONS, "activations.to_silu", SPELLINGS["silu"][1], [torch.arange(8)], "x has dtype int64")
 
 
 @pytest.mark.parametrize("case", KEPT)
 def test_leaves_alone(case: str) -> None:
     rule, function, reason = KEPT[case]
-    gm = traced(function, torch.randn(8, dtype=torch.float64))
-    code = gm.code
-    assert ACTIVATIONS.apply(gm).rewrites == 0
-    assert gm.code == code
-    assert reason in str(ACTIVATIONS.once().explain(gm, f"activations.{rule}"))
+    check_left_alone(ACTIVATIONS, f"activations.{rule}", function, [torch.randn(8, dtype=torch.float64)], reason)
 
 
 def test_before_and_after(fx_snapshot: Any) -> None:
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x * torch.sigmoid(x), ACT2FN["gelu_new"](x), GELUActivation(use_gelu_python=True)(x)
 
-    gm = make_fx(block, tracing_mode="fake", pre_dispatch=True)(torch.randn(2, 4, dtype=torch.bfloat16))
-    assert gm == fx_snapshot(name="before")
-    ACTIVATIONS.apply(gm)
-    assert gm == fx_snapshot(name="after")
+    check_stages(traced(block, torch.randn(2, 4, dtype=torch.bfloat16)), fx_snapshot, after=ACTIVATIONS)

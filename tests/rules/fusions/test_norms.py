@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -17,7 +16,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from rules.fusions.norms import NORMS
-from tests.rewriting import value_and_gradients
+from tests.rewriting import check_left_alone, check_rewritten, check_stages, traced, value_and_gradients
 
 Norm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 aten = torch.ops.aten
@@ -86,38 +85,23 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x.to(dtype), torch.randn(D).to(dtype), torch.randn(D).to(dtype)
 
 
-def traced(norm: Norm, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
-    return make_fx(lambda x, w, b: norm(x, w, b), tracing_mode="fake", pre_dispatch=True)(*inputs(dtype))
-
-
 def calls(gm: fx.GraphModule) -> list[str]:
     return [node.target._schema.name[6:] for node in gm.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("spelling", RMS)
-def test_rms_norm(spelling: str) -> None:
-    gm, args = traced(RMS[spelling]), inputs(torch.float64)
-    assert NORMS.apply(gm)["norms.to_rms_norm"].rewrites == 1
-    assert calls(gm) == ["rms_norm"]
-    expected = value_and_gradients(RMS[spelling], args)
-    torch.testing.assert_close(value_and_gradients(gm, args), expected, rtol=1e-12, atol=1e-13)
-    assert NORMS.apply(gm).rewrites == 0
-
-
-@pytest.mark.parametrize("spelling", LAYER)
-def test_layer_norm(spelling: str) -> None:
-    gm, args = traced(LAYER[spelling]), inputs(torch.float64)
-    assert NORMS.apply(gm)["norms.to_layer_norm"].rewrites == 1
-    assert calls(gm) == ["layer_norm"]
-    expected = value_and_gradients(LAYER[spelling], args)
-    torch.testing.assert_close(value_and_gradients(gm, args), expected, rtol=1e-11, atol=1e-12)
-    assert NORMS.apply(gm).rewrites == 0
+@pytest.mark.parametrize(
+    ("norm", "spelling"), [*(("rms_norm", name) for name in RMS), *(("layer_norm", name) for name in LAYER)]
+)
+def test_spellings(norm: str, spelling: str) -> None:
+    function = (RMS if norm == "rms_norm" else LAYER)[spelling]
+    gm = check_rewritten(NORMS, f"norms.to_{norm}", function, inputs(torch.float64), 1e-11)
+    assert calls(gm) == [norm]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CALLS)
 def test_hugging_face(name: str, dtype: str) -> None:
     norm, args = module(MODULES[name]), inputs(getattr(torch, dtype))
-    gm = traced(norm, getattr(torch, dtype))
+    gm = traced(norm, *args)
     NORMS.apply(gm)
     assert calls(gm) == CALLS[name, dtype]
     before, after = value_and_gradients(norm, args), value_and_gradients(gm, args)
@@ -136,7 +120,7 @@ def test_hugging_face(name: str, dtype: str) -> None:
 def refused(norm: Norm, dtype: torch.dtype = torch.float64, w: torch.Tensor | None = None) -> list[str]:
     x, weight, bias = inputs(dtype)
     weight = weight if w is None else w
-    gm = make_fx(lambda x, w, b: norm(x, w, b), tracing_mode="fake", pre_dispatch=True)(x, weight, bias)
+    gm = traced(lambda x, w, b: norm(x, w, b), x, weight, bias)
     report = NORMS.apply(gm)
     assert torch.equal(gm(x, weight, bias), norm(x, weight, bias))
     return [refusal.reason for refusal in report.refusals]
@@ -193,22 +177,14 @@ KEPT: dict[str, tuple[str, Norm, str]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_leaves_alone(case: str) -> None:
     rule, norm, reason = KEPT[case]
-    gm = traced(norm)
-    assert NORMS.apply(gm).rewrites == 0
-    assert reason in str(NORMS.once().explain(gm, f"norms.{rule}"))
+    check_left_alone(NORMS, f"norms.{rule}", norm, inputs(torch.float64), reason)
 
 
 def test_complex_stays() -> None:
-    gm = make_fx(RMS["bare"], tracing_mode="fake", pre_dispatch=True)(
-        torch.randn(2, 4, dtype=torch.complex64), None, None
-    )
-    assert NORMS.apply(gm).rewrites == 0
-    assert "x has dtype complex64" in str(NORMS.once().explain(gm, "norms.to_rms_norm"))
+    args = [torch.randn(2, 4, dtype=torch.complex64)] * 3
+    check_left_alone(NORMS, "norms.to_rms_norm", RMS["bare"], args, "x has dtype complex64")
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_before_and_after(name: str, fx_snapshot: Any) -> None:
-    gm = traced(module(MODULES[name]), torch.bfloat16)
-    assert gm == fx_snapshot(name=f"{name} before")
-    NORMS.apply(gm)
-    assert gm == fx_snapshot(name=f"{name} after")
+    check_stages(traced(module(MODULES[name]), *inputs(torch.bfloat16)), fx_snapshot, after=NORMS)

@@ -12,7 +12,7 @@ from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 
 from rules.fusions.rotary import INLINE_ROTARY, ROTARY, rotary_embedding
-from tests.rewriting import calls, traced, value_and_gradients
+from tests.rewriting import calls, check_left_alone, check_rewritten, check_stages, traced
 
 Rotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 Parts = Callable[[torch.Tensor], Any]
@@ -86,16 +86,10 @@ def inputs(dtype: torch.dtype = torch.float64, size: int = 8) -> tuple[torch.Ten
 def test_there_and_back(spelling: str, dtype: torch.dtype) -> None:
     rule, rotary = SPELLINGS[spelling]
     args = inputs(dtype)
-    expected = value_and_gradients(rotary, args)
-    gm = traced(lambda x, cos, sin: rotary(x, cos, sin), *args)
-    assert ROTARY.apply(gm)[f"rotary.{rule}"].rewrites == 1
+    gm = check_rewritten(ROTARY, f"rotary.{rule}", rotary, args)
     assert calls(gm) == [rotary_embedding]
-    assert all(map(torch.equal, value_and_gradients(gm, args), expected))
-    assert ROTARY.apply(gm).rewrites == 0
-    assert INLINE_ROTARY.apply(gm).rewrites == 1
+    check_rewritten(INLINE_ROTARY, "rotary.inline", gm, args)
     assert rotary_embedding not in calls(gm)
-    assert all(map(torch.equal, value_and_gradients(gm, args), expected))
-    assert INLINE_ROTARY.apply(gm).rewrites == 0
     assert ROTARY.apply(gm)[f"rotary.{rule}"].rewrites == 1
 
 
@@ -110,9 +104,7 @@ def test_mixed_precision_as_in_cohere() -> None:
 @pytest.mark.parametrize("case", KEPT)
 def test_leaves_alone(case: str) -> None:
     rule, size, rotary, reason = KEPT[case]
-    gm = traced(lambda x, cos, sin: rotary(x, cos, sin), *inputs(size=size))
-    assert ROTARY.apply(gm).rewrites == 0
-    assert reason in str(ROTARY.once().explain(gm, f"rotary.{rule}"))
+    check_left_alone(ROTARY, f"rotary.{rule}", rotary, inputs(size=size), reason)
 
 
 def test_before_and_after(fx_snapshot: Any) -> None:
@@ -120,9 +112,4 @@ def test_before_and_after(fx_snapshot: Any) -> None:
         return *llama.apply_rotary_pos_emb(q, k, cos, sin, 0), gptj.rotate_every_two(q) * sin + q * cos
 
     q, cos, sin = inputs(torch.bfloat16)
-    gm = traced(attention, q, q[:, :1], cos, sin)
-    assert gm == fx_snapshot(name="before")
-    ROTARY.apply(gm)
-    assert gm == fx_snapshot(name="after")
-    INLINE_ROTARY.apply(gm)
-    assert gm == fx_snapshot(name="inlined")
+    check_stages(traced(attention, q, q[:, :1], cos, sin), fx_snapshot, after=ROTARY, inlined=INLINE_ROTARY)

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from rules.fusions.activations import ACTIVATIONS
 from rules.fusions.swiglu import INLINE_SWIGLU, SWIGLU, swiglu
-from tests.rewriting import calls, traced, value_and_gradients
+from tests.rewriting import calls, check_left_alone, check_rewritten, check_stages, traced
 
 Gated = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -26,16 +26,10 @@ SPELLINGS: dict[str, Gated] = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_there_and_back(spelling: str, dtype: torch.dtype) -> None:
     args = torch.randn(3, 4).to(dtype), torch.randn(3, 4).to(dtype)
-    expected = value_and_gradients(SPELLINGS[spelling], args)
-    gm = traced(SPELLINGS[spelling], *args)
-    assert SWIGLU.apply(gm).rewrites == 1
+    gm = check_rewritten(SWIGLU, "swiglu.fuse", SPELLINGS[spelling], args)
     assert calls(gm) == [swiglu]
-    assert all(map(torch.equal, value_and_gradients(gm, args), expected))
-    assert SWIGLU.apply(gm).rewrites == 0
-    assert INLINE_SWIGLU.apply(gm).rewrites == 1
+    check_rewritten(INLINE_SWIGLU, "swiglu.inline", gm, args)
     assert calls(gm) == [torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor]
-    assert all(map(torch.equal, value_and_gradients(gm, args), expected))
-    assert INLINE_SWIGLU.apply(gm).rewrites == 0
 
 
 def test_a_gate_written_out() -> None:
@@ -57,15 +51,9 @@ def test_a_gate_written_out() -> None:
     ],
 )
 def test_leaves_alone(gated: Gated, up: torch.Tensor, reason: str) -> None:
-    gm = traced(gated, torch.rand(2, 4), up)
-    assert SWIGLU.apply(gm).rewrites == 0
-    assert reason in str(SWIGLU.once().explain(gm, "swiglu.fuse"))
+    check_left_alone(SWIGLU, "swiglu.fuse", gated, (torch.rand(2, 4), up), reason)
 
 
 def test_before_and_after(fx_snapshot: Any) -> None:
     gm = traced(SPELLINGS["up first"], torch.rand(2, 4).bfloat16(), torch.rand(2, 4).bfloat16())
-    assert gm == fx_snapshot(name="before")
-    SWIGLU.apply(gm)
-    assert gm == fx_snapshot(name="after")
-    INLINE_SWIGLU.apply(gm)
-    assert gm == fx_snapshot(name="inlined")
+    check_stages(gm, fx_snapshot, after=SWIGLU, inlined=INLINE_SWIGLU)

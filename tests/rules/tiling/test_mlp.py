@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
-from functorch.compile import make_boxed_func
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from fxrewrite import normalize
-from fxrewrite.graph import size_hint
+from fxrewrite import RuleSet, normalize
 from rules.tiling.mlp import tiled_mlp, tiled_mlp_rules
-from tests.rewriting import traced
+from tests.rewriting import check_left_alone
+from tests.rules.tiling.tiled import Tiled
 
 BATCH, LENGTH, DEPTH, INNER = 2, 19, 8, 61
 GATED = "silu(v0); mul(v2, v1)"
@@ -89,31 +87,17 @@ def grads(of: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, .
 def test_no_value_of_rows_by_inner_width_is_left(name: str) -> None:
     torch.manual_seed(0)
     mlp, x = MLPS[name]().double(), torch.randn(BATCH, LENGTH, DEPTH, dtype=torch.float64, requires_grad=True)
-    rules, graphs = tiled_mlp_rules(tile_bytes=2 * INNER * 8 * 5), list[fx.GraphModule]()  # 5 or 10 rows, and a rest
-
-    def keep(traced: fx.GraphModule, _: Any) -> Any:
-        graphs.append(traced)
-        return make_boxed_func(traced)
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        gm = normalize(gm)
-        assert rules.apply(gm)["tiled_mlp.tile"].rewrites == 1, str(rules.once().explain(gm, "tiled_mlp.tile"))
-        assert not rules.apply(gm).rewrites
-        return aot_autograd(fw_compiler=keep)(gm, inputs)
-
     leaves = [x, *mlp.parameters()]
     expected = mlp(x)
     wanted = grads(expected, leaves)
     for dynamic in (False, True):
         torch._dynamo.reset()
-        graphs.clear()
+        backend = Tiled(tiled_mlp_rules(tile_bytes=2 * INNER * 8 * 5))  # 5 or 10 rows, and a rest
         tiled = torch.compile(mlp, backend=backend, dynamic=dynamic, fullgraph=True)(x)
         torch.testing.assert_close(tiled, expected, rtol=1e-12, atol=1e-12)
         for grad, want in zip(grads(tiled, leaves), wanted, strict=True):
             torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
-        values = [node.meta.get("val") for graph in graphs for node in graph.graph.nodes]
-        assert len(graphs) == 2
-        assert max(size_hint(v.numel()) for v in values if isinstance(v, torch.Tensor)) < BATCH * LENGTH * INNER
+        assert backend.most_entries() < BATCH * LENGTH * INNER
 
 
 def operands(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -174,15 +158,15 @@ def up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     [
         (lambda x, g, w, d: (F.linear(h := up(x, g), d), h), "%silu is read elsewhere"),
         (lambda x, g, w, d: F.linear(F.dropout(up(x, g), 0.5), d), "%dropout, aten::dropout, draws random numbers"),
-        (lambda x, g, w, d: F.linear(up(x, g).softmax(-1), d), "%softmax, aten::softmax, is not in the table"),
-        (lambda x, g, w, d: F.linear(up(x, g) * w[:, 0], d), "%select, aten::select, is not in the table"),
+        (lambda x, g, w, d: F.linear(up(x, g).softmax(-1), d), "%softmax, aten::softmax, is not a pointwise operator"),
+        (lambda x, g, w, d: F.linear(up(x, g) * w[:, 0], d), "%select, aten::select, is not a pointwise operator"),
         (lambda x, g, w, d: F.linear(up(x, g) * F.linear(x, g[:1]), d), "%mul, aten::mul, has other=linear_1"),
         (lambda x, g, w, d: F.linear(up(x, g) * w.sum(), d), "%mul, aten::mul, has other=sum_1"),
         (lambda x, g, w, d: F.linear(up(x, g) + F.linear(x[0], w[0]), d), "%add, aten::add, has other=linear_1"),
         (lambda x, g, w, d: F.linear(up(x, g) * x.sum().reshape(1, 1), d), "%mul, aten::mul, has other=reshape"),
         (lambda x, g, w, d: F.linear(x, g), "%x_1 is not computed by a linear"),
         (lambda x, g, w, d: F.linear(up(x, g) * F.linear(x.sin(), w), d), "the linears read %x_1 and %sin"),
-        (lambda x, g, w, d: F.linear(up(x, g).sub(F.linear(x, w), alpha=2), d), "%sub, aten::sub, has alpha=2"),
+        (lambda x, g, w, d: F.linear(up(x, g) * (F.linear(x, w) > 0), d), "%gt, aten::gt, gives bool"),
         (lambda x, g, w, d: F.linear(up(x, g).reshape(1, -1, INNER), d), "the rows of %linear_1 are not those of %x_1"),
         (lambda x, g, w, d: F.linear(up(x, g).reshape(-1).reshape(-1, INNER), d), "aten::reshape, rearranges rows"),
         (lambda x, g, w, d: F.linear(up(x, g).chunk(2, 0)[0], d), "aten::chunk, does not select columns"),
@@ -192,10 +176,8 @@ def up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 )
 def test_what_does_not_match_and_why(mlp: Callable[..., Any], why: str) -> None:
     given = [t.detach() for t in operands()[:4]]
-    gm = traced(mlp, *given)
-    rules = tiled_mlp_rules(INNER * 8 * 5)
-    assert not rules.apply(gm)["tiled_mlp.tile"].rewrites
-    assert why in str(rules.once().explain(gm, "tiled_mlp.tile"))
+    (tile,) = tiled_mlp_rules(INNER * 8 * 5).rules()
+    check_left_alone(RuleSet("alone", tile), tile.id, mlp, given, why)
 
 
 def test_a_symbolic_number_of_rows_is_tiled_however_few_there_are() -> None:

@@ -1,4 +1,4 @@
-"""Every attention layer of Hugging Face's eager models becomes the operator; loss, logits and gradients stay."""
+"""What the rules find in models of Hugging Face, and that loss, logits and gradients stay as they are."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ import transformers
 from torch import fx
 
 from fxrewrite import normalize
-from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.fusions.activations import ACTIVATIONS
+from rules.fusions.linears import LINEARS
+from rules.fusions.norms import NORMS
+from rules.fusions.rotary import ROTARY
+from rules.fusions.swiglu import SWIGLU
 from tests.dynamo import caught
+from tests.rewriting import count
 
 VOCAB, LENGTH, LAYERS = 61, 12, 2
 _WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -51,6 +57,17 @@ def _decoder(family: str, **options: Any) -> Callable[[], torch.nn.Module]:
 
 def _model(name: str, config: str, **options: Any) -> Callable[[], torch.nn.Module]:
     return lambda: getattr(transformers, name)(_eager(getattr(transformers, config)(**options)))
+
+
+def _t5(activation: str) -> Callable[[], torch.nn.Module]:
+    more = {"dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0}
+    return _model("T5ForConditionalGeneration", "T5Config", **_T5, **more, feed_forward_proj=activation)
+
+
+def _gptj() -> torch.nn.Module:
+    model = _model("GPTJForCausalLM", "GPTJConfig", **_GPT, **_GPT_DROPOUT, rotary_dim=4)()
+    model.loss_type = "ForCausalLM"  # as of GPT-2
+    return model
 
 
 MODELS: dict[str, tuple[int, Callable[[], torch.nn.Module]]] = {
@@ -92,18 +109,7 @@ MODELS: dict[str, tuple[int, Callable[[], torch.nn.Module]]] = {
         LAYERS,
         _model("ViTForImageClassification", "ViTConfig", **_WIDTHS, **_NO_DROPOUT, image_size=16, patch_size=8),
     ),
-    "t5": (
-        3 * LAYERS,  # the encoder's, the decoder's, and those between them
-        _model(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            **_T5,
-            dropout_rate=0.0,
-            use_cache=False,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-        ),
-    ),
+    "t5": (3 * LAYERS, _t5("relu")),  # the encoder's, the decoder's, and those between them
 }
 # model, rule, why not
 LEFT: dict[str, tuple[Callable[[], torch.nn.Module], torch.dtype, str, str]] = {
@@ -123,7 +129,9 @@ LEFT: dict[str, tuple[Callable[[], torch.nn.Module], torch.dtype, str, str]] = {
 }
 
 
-def captured(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> tuple[fx.GraphModule, list[Any]]:
+def captured(
+    make: Callable[[], torch.nn.Module], dtype: torch.dtype, *, dynamic: bool = False
+) -> tuple[fx.GraphModule, list[Any]]:
     """Dynamo's graph of a training step, and its inputs."""
     torch.manual_seed(0)
     model = make().to(dtype).train()
@@ -134,6 +142,9 @@ def captured(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> tuple[f
     ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, LENGTH // 2 :] = 0
+    if dynamic:
+        torch._dynamo.mark_dynamic(ids, 1)
+        torch._dynamo.mark_dynamic(mask, 1)
     return caught(model, input_ids=ids, attention_mask=mask, labels=ids)
 
 
@@ -142,10 +153,6 @@ def outputs_and_gradients(gm: fx.GraphModule, inputs: list[Any]) -> tuple[list[A
     outputs = [out for out in gm(*inputs) if isinstance(out, torch.Tensor) and out.requires_grad]
     leaves = [a for a in inputs if isinstance(a, torch.Tensor) and a.requires_grad]
     return outputs, list(torch.autograd.grad(outputs[0], leaves, allow_unused=True))
-
-
-def count(gm: fx.GraphModule, name: str) -> int:
-    return sum(key(node) == f"aten::{name}" for node in gm.graph.nodes)
 
 
 def check(gm: fx.GraphModule, inputs: list[Any], layers: int, tolerance: float) -> None:
@@ -193,3 +200,54 @@ def test_stays_as_it_is(name: str) -> None:
     assert not any(entry.rewrites for entry in ATTENTION.apply(gm).rules if ".fuse" in entry.rule)
     assert count(gm, "softmax") == softmaxes
     assert reason in str(ATTENTION.once().explain(gm, f"attention.{rule}"))
+
+
+PLAN = NORMAL_FORMS.fixpoint() >> ACTIVATIONS >> NORMS >> ROTARY >> LINEARS >> SWIGLU
+OTHERS = {
+    "llama": _decoder("Llama"),
+    "cohere": _decoder("Cohere"),
+    "gptj": _gptj,
+    "t5": _t5("gated-gelu"),
+}
+OF_LLAMA = {"norms.to_rms_norm": 5, "rotary.fuse_halves": 4, "linears.merge": 4, "swiglu.fuse": 2}
+FOUND: dict[tuple[str, torch.dtype], dict[str, int]] = {
+    ("llama", torch.float32): {**OF_LLAMA, "norms.scale_rms_norm": 5},
+    ("llama", torch.bfloat16): {**OF_LLAMA, "norms.narrow_rms_norm": 5},
+    ("cohere", torch.float32): {
+        "norms.to_layer_norm": 3,
+        "norms.scale_layer_norm": 3,
+        "rotary.fuse_pairs": 4,
+        "linears.merge": 2,
+        "swiglu.fuse": 2,
+    },
+    ("gptj", torch.float32): {"activations.to_gelu_tanh": 2, "rotary.fuse_pairs": 4, "linears.merge": 2},
+    ("t5", torch.float32): {
+        "activations.to_gelu_tanh": 4,
+        "norms.to_rms_norm": 12,
+        "norms.scale_rms_norm": 12,
+        "linears.merge": 9,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), FOUND)
+@pytest.mark.some(2)
+def test_fusions_of_other_layers(name: str, dtype: torch.dtype) -> None:
+    """The length is a symbol, so that tracing leaves slices that take everything."""
+    gm, inputs = captured(OTHERS[name], dtype, dynamic=True)
+    gm = normalize(gm)
+    outputs, gradients = outputs_and_gradients(gm, inputs)
+    ours = [entry for entry in PLAN.apply(gm).rules if entry.rewrites and "normal_forms." not in entry.rule]
+    assert {entry.rule: entry.rewrites for entry in ours} == FOUND[name, dtype]
+    assert PLAN.apply(gm).rewrites == 0
+    found_outputs, found_gradients = outputs_and_gradients(gm, inputs)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for found, expected in zip(found_outputs + found_gradients, outputs + gradients, strict=True):
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            error = (found.float() - expected.float()).abs().max().item()
+            assert error <= tolerance * expected.float().abs().max().item()
+
+
+def test_the_plan_can_be_cached() -> None:
+    assert PLAN.digest()
