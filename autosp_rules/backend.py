@@ -41,8 +41,6 @@ from fxrewrite.spmd import (
     check_dtensors,
 )
 
-__all__ = ["AutoSPBackend", "autosp", "dry_run"]
-
 log = logging.getLogger(__name__)
 
 

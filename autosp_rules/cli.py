@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from autosp_rules.demo.job import Job
     from autosp_rules.demo.train import StepRow
 
-__all__ = ["main"]
-
 _DEMO = {
     "vocab_size": 258,
     "hidden_size": 256,

@@ -19,8 +19,6 @@ from fxrewrite.spmd import LayoutRule
 from rules.attention.flex import MaskKernel
 from rules.experts.exchange import ExpertsOption
 
-__all__ = ["AttentionOption", "AutoSPConfig"]
-
 AttentionOption: TypeAlias = Literal["auto", "ulysses", "gather_kv", "ring", "ring_ulysses"]
 
 

@@ -16,8 +16,6 @@ from autosp_rules.backend import AutoSPBackend, autosp
 from autosp_rules.config import AutoSPConfig
 from fxrewrite.backends import keep_graph_whole_under_ddp
 
-__all__ = ["autosp_backend"]
-
 keep_graph_whole_under_ddp()
 _backends: dict[tuple[AutoSPConfig, DeviceMesh | None], AutoSPBackend] = {}
 """One backend per choice of settings, because a model with graph breaks calls it for each part."""

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from fxrewrite import FxRewriteError, Refusal, RefusedError
 
-__all__ = ["AutoSPError", "raised_as_autosp_error"]
-
 
 class AutoSPError(RefusedError):
     """AutoSP cannot run a model or input exactly; `rule`, `reason`, `node`, `source`, `hint` say why and where."""

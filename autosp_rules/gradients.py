@@ -27,8 +27,6 @@ from autosp_rules.integrations.deepspeed_groups import deepspeed_reduction
 from fxrewrite.backends import GradientReduction, gradient_reductions
 from fxrewrite.spmd import Axis, change_gradients, global_ranks
 
-__all__ = ["GradientOption", "GradientPlan"]
-
 GradientOption: TypeAlias = Literal["auto", "mean", "sum", "done"]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from autosp_rules.errors import AutoSPError
 
-__all__ = ["prepare_autosp_inputs", "why_not_called"]
-
 
 def why_not_called(model: Callable[..., Any], inputs: Mapping[str, Any]) -> AutoSPError | None:
     """Returns the error of a model that cannot be called as `model(**inputs)`, by the names of its arguments, or None.

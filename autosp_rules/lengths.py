@@ -6,8 +6,6 @@ import torch
 
 from fxrewrite.graph import size_hint
 
-__all__ = ["PLANNED_LENGTH", "planned_size"]
-
 PLANNED_LENGTH = 32_768
 """The length (tokens) that a program for any length is planned for, where the one at hand is shorter."""
 

@@ -20,8 +20,6 @@ from rules.attention.operator import ATTEND, is_sdpa
 from rules.masks.kinds import kind_of
 from rules.masks.reading import is_dense
 
-__all__ = ["DescribeMasks", "FlexHoldsScores", "MaskedAttention"]
-
 _LONG = 131_072
 """Length (tokens) at which the report prices a dense mask: a typical long context."""
 

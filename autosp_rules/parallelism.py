@@ -16,8 +16,6 @@ from autosp_rules.rule_set import rule_set
 from fxrewrite.spmd import Parallelism, Shard, Zigzag, inputs
 from rules.parallel import ZERO3
 
-__all__ = ["AUTOSP", "AUTOSP_ZERO3", "CONTEXT", "CONTEXT_ZERO3", "CONTEXT_ZIGZAG", "autosp_parallelism"]
-
 
 def autosp_parallelism(config: AutoSPConfig | None = None) -> Parallelism:
     """AutoSP with these settings over `config.axis`, as one of several parallelisms of a mesh."""

@@ -22,8 +22,6 @@ from fxrewrite.spmd import (
     is_due,
 )
 
-__all__ = ["ADVICE", "Program"]
-
 ADVICE = Advice(
     inputs="pass the same whole batch on every rank of the axis: sample by the data axis, as "
     "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh.get_local_rank('dp')), or let "

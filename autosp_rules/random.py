@@ -8,8 +8,6 @@ from fxrewrite.ops import is_random
 from fxrewrite.spmd import draws_on_chunk
 from rules.random import DrawByRank
 
-__all__ = ["draws_alike"]
-
 
 def draws_alike(program: fx.GraphModule) -> list[fx.Node]:
     """Returns nodes that must draw the same numbers on every rank: all but draws on chunks, and seeds of those."""

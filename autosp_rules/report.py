@@ -16,8 +16,6 @@ from fxrewrite.graph import differentiated
 from fxrewrite.ops import key
 from fxrewrite.spmd import ADJOINTS, COLLECTIVE_KINDS, Axis, ProductsWhole, collective_bytes, size_hint
 
-__all__ = ["AutoSPReport", "Collective", "LeftAlone", "summarize", "whole_share"]
-
 _DIRECTIONS = ("forward", "again", "backward")
 
 

@@ -55,8 +55,6 @@ from rules.masks.naming import NameMasks
 from rules.random import DRAW_WHOLE, DrawByRank
 from rules.tiling.loss import tiled_loss_rules
 
-__all__ = ["RULES", "layouts_with", "rule_set"]
-
 _ALL_LAYOUTS = LayoutRules((*LAYOUTS, *ATTENTION_LAYOUTS, *SLOT_LAYOUTS, *EXPERT_LAYOUTS, *RING_LAYOUTS))
 CANONICAL = Property("canonical graph", "canonicalize")
 """Each thing is spelled in one way, attention as one operator."""

@@ -57,8 +57,6 @@ from fxrewrite.spmd import (
     size_hint,
 )
 
-__all__ = ["OneToken", "Padded", "ShardInputs", "TooShort", "along_sequence", "tokens_per_rank"]
-
 _TOKENS = Fact[int]("tokens per rank")
 """Fact of the output node: number of tokens of the batch in a rank's chunks."""
 _LENGTHS = Fact["tuple[tuple[Size, bool], ...]"]("lengths")

@@ -13,8 +13,6 @@ from fxrewrite.graph import reached
 from fxrewrite.ops import bind, key
 from fxrewrite.spmd import COLLECTIVE_CALLS, LOCAL_SHAPES, Replicate, Shard, moves, redistribution, take_chunk
 
-__all__ = ["SLICE_RULES"]
-
 
 @where.predicate("x", text="is_integer")
 def _is_integer(x: fx.Node) -> bool:

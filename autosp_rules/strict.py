@@ -9,8 +9,6 @@ from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Edit, Report
 from fxrewrite.spmd import PLACEMENTS, ProductsWhole
 
-__all__ = ["MOST_WHOLE", "RefuseWhole"]
-
 MOST_WHOLE = 0.1
 """Largest share of the operations of matrix products that every rank may compute whole under `strict=True`: a head for
 one token of a long sequence is below it, a layer that is gathered is not."""

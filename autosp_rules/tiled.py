@@ -20,8 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from autosp_rules.errors import AutoSPError
 
-__all__ = ["tiled_compute"]
-
 
 def tiled_compute(
     fn: Callable[..., torch.Tensor],

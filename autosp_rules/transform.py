@@ -19,8 +19,6 @@ from fxrewrite.graph import check_sizes, few_collections
 from fxrewrite.ops import mutated
 from fxrewrite.spmd import Axis, Border, Leaving, SpmdContext, is_with_loss
 
-__all__ = ["NO_SEQUENCE_HINT", "NoSequenceError", "transform"]
-
 NO_SEQUENCE_HINT = (
     "pass token ids with the sequence as their last dimension, or hidden states with features as the last, and weights "
     "that are arguments, as of torch.func.functional_call, as nn.Parameters; if this is a part of a model, "

@@ -12,21 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-__all__ = [
-    "FixpointError",
-    "FxRewriteError",
-    "InvariantError",
-    "MatchExpectationError",
-    "Reason",
-    "Refusal",
-    "RefusedError",
-    "RuleDefinitionError",
-    "VerificationError",
-    "did_you_mean",
-    "misread_context",
-    "refuse",
-]
-
 
 class FxRewriteError(ValueError):
     """Root of all errors of fxrewrite; `str(exc)` holds the whole diagnosis."""

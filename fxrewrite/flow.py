@@ -11,8 +11,6 @@ from torch import fx
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["Worklist", "solve"]
-
 T = TypeVar("T")
 
 

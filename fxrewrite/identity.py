@@ -20,8 +20,6 @@ import torch
 
 from fxrewrite.sources import TOOLKIT, installed, source_digest
 
-__all__ = ["NoIdentityError", "identity"]
-
 
 class NoIdentityError(TypeError):
     """A value is identified by its address only, so a digest of it would differ between processes."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazy_package"]
-
 
 def lazy_package(package: str) -> None:
     """Each name that the package imports under `if TYPE_CHECKING:` is from now on imported when it is first used.

@@ -32,18 +32,6 @@ from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.rule import Rule
 
-__all__ = [
-    "GROUP",
-    "Registry",
-    "RegistryError",
-    "RegistryWarning",
-    "find_object",
-    "import_named",
-    "load",
-    "raised_text",
-    "registered",
-]
-
 T = TypeVar("T")
 GROUP = "fxrewrite.rules"
 """The entry point group under which packages ship rule sets."""

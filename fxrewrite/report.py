@@ -33,8 +33,6 @@ from pydantic import (
 
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RuleDefinitionError, did_you_mean
 
-__all__ = ["ComputedOnce", "Event", "EventLog", "Note", "Report", "RuleReport"]
-
 
 class Event(BaseModel, frozen=True, extra="forbid"):
     """Something worth saying about what a plan did; a subclass for each kind, `str(event)` is its sentence.

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from fxrewrite.verify import Runner, Sampler, Verdict
 
-__all__ = ["Domain", "Numerics", "Rng", "Rule", "Shapes", "rule"]
-
 _log = logging.getLogger(__name__)
 Numerics = Literal["exact", "reassociates", "approximate"]
 Rng = Literal["preserves", "removes", "duplicates", "changes"]

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["TOOLKIT", "installed", "source_digest", "toolkit_digest"]
-
 _ROOT = Path(__file__).parents[1]
 TOOLKIT = ("fxrewrite", "rules", "autosp_rules")
 """The packages of this toolkit."""

@@ -18,21 +18,6 @@ from torch._inductor import custom_graph_pass
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = [
-    "CLAMP_PASSES_AT_BOUNDS",
-    "DISPATCHES_DTENSOR_SUBCLASSES",
-    "GROUPED_ATTENTION_NEEDS_HEADS",
-    "TORCH_VERSION",
-    "PickledByUuid",
-    "attention_that_checks_lengths",
-    "hint_of_expression",
-    "hint_of_size",
-    "order_of_writes",
-    "passes_of_slot",
-    "reshapes_of_any_length",
-    "symbolic_kernels",
-]
-
 TORCH_VERSION: str = torch.__version__
 """For keys of caches."""
 _NUMBERS = tuple(int(number) for number in TORCH_VERSION.split(".")[:2])

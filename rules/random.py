@@ -39,8 +39,6 @@ from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
 from fxrewrite.ops import HOST_WAITS, bind, key, vjp_inside
 from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_proxy
 
-__all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank"]
-
 aten = torch.ops.aten
 
 

@@ -10,8 +10,6 @@ from torch import fx
 
 from fxrewrite.graph import size_hint
 
-__all__ = ["caught"]
-
 
 def caught(
     function: Callable[..., Any],

@@ -8,8 +8,6 @@ from torch import fx
 from fxrewrite import Edit, Property, Report
 from fxrewrite.graph import Fact
 
-__all__ = ["Known"]
-
 
 class Known:
     """The step that writes down one fact of some nodes, and says that it gives these properties."""

@@ -13,22 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxrewrite import Report, Rule, RuleSet, rule
 from fxrewrite.ops import key
 
-__all__ = [
-    "Halved",
-    "apply",
-    "calls",
-    "check_left_alone",
-    "check_rewritten",
-    "check_stages",
-    "count",
-    "made",
-    "silu",
-    "state",
-    "targets",
-    "traced",
-    "value_and_gradients",
-]
-
 
 class Halved(torch.autograd.Function):
     """The identity, with half of the gradient."""

@@ -120,15 +120,20 @@ def used(path: Path) -> Iterator[str]:
 
 
 def exported(module: str) -> list[str]:
-    """The literal `__all__` of the module, or what a package imports under the same name: `import a as a`."""
+    """What the module binds without an underscore; of a package, what it imports under the same name."""
     tree = ast.parse(FILES[module].read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
-    assert names, f"{module} exports nothing: it has no __all__, and no `from module import name as name`"
-    return names
+    if FILES[module].name == "__init__.py":
+        assert names, f"{module} exports nothing: it has no `from module import name as name`"
+        return names
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def owner(name: str) -> str:

@@ -7,8 +7,6 @@ from torch import fx
 
 from fxrewrite.graph.text import graph_text
 
-__all__ = ["FAKE_SCATTERS", "NO_DERIVATIVE", "NO_OVERLAP", "TORCH", "flex_text", "passes_in"]
-
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 FAKE_SCATTERS = TORCH >= (2, 13)
 """Whether a reduce-scatter of torch's fake process group writes its result; it left what was in memory."""

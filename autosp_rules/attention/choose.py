@@ -23,8 +23,6 @@ from fxrewrite.graph import source_line
 from fxrewrite.spmd import Axis, Shard, SpmdContext, choose, placement_of, redistribute, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
-__all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
-
 
 class ChooseAttention:
     """A step that chooses a strategy for every attention of the graph.

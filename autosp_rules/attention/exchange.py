@@ -23,9 +23,6 @@ import torch
 from fxrewrite.ops import communicates
 from fxrewrite.spmd import COLLECTIVES
 
-__all__ = ["EXCHANGE", "PLACE", "Ring", "exchange", "send"]
-
-
 PLACE = "SymInt rank, int num_ranks, int per_group, bool zigzag, str group_name"
 """The fields of `Ring` in the schema of an operator."""
 

@@ -33,8 +33,6 @@ from fxrewrite.spmd import (
 from rules.attention.operator import attend_with, attention_rule
 from rules.masks.kinds import CAUSAL, name_mask
 
-__all__ = ["GATHER_KV", "causal_to_mask", "gather_keys"]
-
 aten = torch.ops.aten
 
 # Where scores overflow, kernels make other entries NaN with a mask than without one.

@@ -68,8 +68,6 @@ from rules.masks.kinds import kind_of, name_mask
 from rules.masks.meanings import keeps_own_keys
 from rules.masks.reading import read_mask
 
-__all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
-
 aten = torch.ops.aten
 
 

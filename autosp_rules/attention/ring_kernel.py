@@ -28,8 +28,6 @@ from rules.attention.by_rows import attention_by_rows, attention_by_rows_backwar
 from rules.attention.flops import declare_attention
 from rules.attention.kernels import lse_dtype, merge_blocks, with_sinks
 
-__all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
-
 
 def _to_next(values: Sequence[torch.Tensor], ring: Ring) -> torch.Tensor:
     """Starts to send the values to the next group of the ring, in one piece."""

@@ -25,8 +25,6 @@ from fxrewrite.spmd import is_same_size
 from rules.attention.flops import ATTENTION_KEYS
 from rules.attention.kernels import lse_dtype
 
-__all__ = ["SKIP_ALL_BUT_LAST", "AttentionSkipped"]
-
 
 @torch.library.custom_op("autosp::skipped_attention", mutates_args=())
 def skipped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,16 +28,6 @@ from fxrewrite.spmd import (
 )
 from rules.attention.flops import hides_later_keys
 
-__all__ = [
-    "CHOICE",
-    "AttentionCall",
-    "AttentionStrategy",
-    "Choice",
-    "needs",
-    "serve",
-    "write_choice",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:

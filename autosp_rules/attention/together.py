@@ -21,8 +21,6 @@ from fxrewrite.ops import mutates
 from fxrewrite.spmd import Replicate, Shard, SpmdContext, bundle, redistribute
 from rules.attention.operator import attentions
 
-__all__ = ["MoveTogether"]
-
 
 class MoveTogether:
     """A step that coalesces the redistributions of each attention's operands by a `bundle`."""

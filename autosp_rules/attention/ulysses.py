@@ -35,8 +35,6 @@ from fxrewrite.spmd import (
 )
 from rules.attention.operator import attend_with, attention_rule
 
-__all__ = ["ULYSSES", "repeat_kv_heads"]
-
 aten = torch.ops.aten
 
 # Where scores overflow, kernels make NaN with some numbers of heads, and 0 with others.

@@ -19,8 +19,6 @@ from fxrewrite.graph import product, reached, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key, value
 from fxrewrite.spmd import Size
 
-__all__ = ["AttentionWrittenOut", "FindWrittenOut"]
-
 _SOFTMAX = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax"}
 _PRODUCTS = {"aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum"}
 """Products of activations: a linear layer has a weight."""

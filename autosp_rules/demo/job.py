@@ -21,21 +21,6 @@ from torch import Tensor, nn
 
 from autosp_rules.config import AutoSPConfig
 
-__all__ = [
-    "Job",
-    "JobError",
-    "build_config",
-    "build_model",
-    "check_memory",
-    "check_sizes",
-    "is_masked",
-    "make_batch",
-    "num_parameters",
-    "parse_override",
-    "text_files",
-    "zero_dropout",
-]
-
 PAD, MASK, VOCABULARY = 256, 257, 258
 """Token ids besides the 256 bytes, and how many ids there are."""
 

@@ -29,8 +29,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fxrewrite import FxRewriteError
 
-__all__ = ["RankError", "launch"]
-
 T = TypeVar("T")
 
 

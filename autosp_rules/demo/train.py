@@ -25,19 +25,6 @@ from torch import Tensor, nn
 
 from autosp_rules.demo.job import Job, build_config, build_model, is_masked, make_batch, zero_dropout
 
-__all__ = [
-    "DRIFT_BOUND",
-    "GRADIENT_BOUND",
-    "LOSS_BOUND",
-    "StepRow",
-    "TrainingRun",
-    "average_gradients",
-    "compare",
-    "gradient_difference",
-    "relative_difference",
-    "worst",
-]
-
 LOSS_BOUND = 1e-5
 """Largest relative difference of the losses at equal weights. A float32 mean, summed in another order, moves by a few
 6e-8; one label lost at a shard's border, the smallest mistake there is, moves a mean over N targets by about 1 / N."""

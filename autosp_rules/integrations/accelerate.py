@@ -30,8 +30,6 @@ from autosp_rules.integrations.packages import load
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["share_batches"]
-
 
 def share_batches(trainer: Any, mesh: DeviceMesh | None = None, axis: str = "sp") -> None:
     """Batches are the same for all ranks along `axis` and differ along the other axes of the mesh.

@@ -21,8 +21,6 @@ from autosp_rules.backend import AutoSPBackend, autosp
 from autosp_rules.errors import AutoSPError
 from autosp_rules.integrations.packages import load
 
-__all__ = ["replace_autosp"]
-
 
 def replace_autosp(inner: str | Callable[..., Any] = "inductor", **options: Any) -> Callable[[], None]:
     """DeepSpeed's engines compile with `autosp(inner, **options)` where their configuration has the pass "autosp".

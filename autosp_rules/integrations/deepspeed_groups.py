@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from fxrewrite.backends import GradientReduction
 
-__all__ = ["deepspeed_reduction"]
-
 
 def deepspeed_reduction() -> GradientReduction | None:
     """What DeepSpeed does to gradients, if it is loaded and was told of sequence parallelism; else None."""

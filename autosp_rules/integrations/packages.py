@@ -7,8 +7,6 @@ from types import ModuleType
 
 from autosp_rules.errors import AutoSPError
 
-__all__ = ["load"]
-
 
 def load(name: str) -> ModuleType:
     """The module `name`, or AutoSPError that says how its package is installed."""

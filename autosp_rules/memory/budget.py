@@ -40,8 +40,6 @@ from rules.tiling.tiles import TILE_BYTES
 if TYPE_CHECKING:
     from autosp_rules.config import AutoSPConfig
 
-__all__ = ["DECIDED", "FitMemory", "MemoryFitted", "bytes_from"]
-
 log = logging.getLogger(__name__)
 DECIDED = ("checkpoint", "mlp_tile", "loss_tile")
 """Settings that a budget decides, unless they are given."""

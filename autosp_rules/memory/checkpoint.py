@@ -52,17 +52,6 @@ from fxrewrite.ops import is_pure, is_random, key
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention.flops import ATTENTION_KEYS
 
-__all__ = [
-    "CheckpointOption",
-    "Checkpointed",
-    "FindUnreadTags",
-    "Recomputation",
-    "TagCheckpoints",
-    "TagsUnread",
-    "checkpoint_text",
-    "is_recomputed",
-]
-
 CheckpointOption: TypeAlias = Literal["auto", "none", "attention", "full"] | Annotated[int, Field(ge=0, strict=True)]
 
 _OVERHEAD = 0.08

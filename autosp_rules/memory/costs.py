@@ -28,24 +28,6 @@ from fxrewrite.spmd import (
 )
 from rules.attention.flops import ATTENTION_KEYS
 
-__all__ = [
-    "ATTENTION_PASSES",
-    "SENDERS",
-    "backward_reads",
-    "bases_of",
-    "bytes_of",
-    "bytes_sent",
-    "computed_again",
-    "cost_of",
-    "flops_of",
-    "is_received",
-    "kept_bytes",
-    "planned_for",
-    "read_in_backward",
-    "sends_of",
-    "set_sends",
-]
-
 ATTENTION_PASSES = 1 + ATTENTION_BACKWARD
 """FLOPs of forward and backward in units of the forward."""
 

@@ -20,8 +20,6 @@ from fxrewrite.graph import Fact, is_same_size, source_line
 from fxrewrite.ops import bind, has_trait, is_view, key, value
 from rules.tiling.tiles import TILE_BYTES
 
-__all__ = ["DropLogits", "FindHeldLogits", "LogitsDropped", "LogitsHeld", "LogitsNoOutput"]
-
 _SPELLED = {"aten::log_softmax", "aten::logsumexp"}
 """Operators in which a cross entropy is written out."""
 _LOSSES = {"aten::cross_entropy_loss": "self", "aten::nll_loss_nd": "self", "aten::nll_loss": "self"}

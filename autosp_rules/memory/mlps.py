@@ -35,8 +35,6 @@ from fxrewrite.ops import bind, key
 from rules.tiling.mlp import Mlp, mlp_of, tiled_mlp_rules
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile
 
-__all__ = ["MlpTileOption", "MlpsTiled", "MlpsWhole", "tile_mlps"]
-
 MlpTileOption: TypeAlias = Literal["auto"] | Annotated[int, Field(gt=0, strict=True)] | None
 
 _CHOSEN = Fact[bool]("in tiles")

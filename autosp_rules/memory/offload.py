@@ -18,8 +18,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["MIN_BYTES", "offloaded"]
-
 MIN_BYTES = 2**16
 """Smallest value, in bytes, that is offloaded; a smaller one takes longer to send than to compute with."""
 

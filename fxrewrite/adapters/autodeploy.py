@@ -15,8 +15,6 @@ from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.plan import Plan, RuleSet
 
-__all__ = ["autodeploy_transform"]
-
 _INTERFACE = "tensorrt_llm._torch.auto_deploy.transform.interface"
 
 

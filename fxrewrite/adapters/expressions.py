@@ -36,8 +36,6 @@ from fxrewrite.match import Match, Program
 from fxrewrite.pattern import Capture, Either, Ignore, Op, Pattern, Term
 from fxrewrite.pattern.terms import call
 
-__all__ = ["TranslatedPattern"]
-
 _Call = (CallFunction, CallMethod)
 
 

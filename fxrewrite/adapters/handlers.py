@@ -19,8 +19,6 @@ from fxrewrite.match import Match as Found
 from fxrewrite.match.safety import Effects
 from fxrewrite.rule import Rule
 
-__all__ = ["Check", "HandledRule", "Handler", "Match", "inserted", "refuse_unless"]
-
 Check = Callable[["Match"], Any]
 Handler = Callable[..., Any]
 

@@ -21,8 +21,6 @@ from fxrewrite.pattern.terms import freeze
 from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
 
-__all__ = ["Search", "Trace", "fake_values"]
-
 Trace = Callable[..., fx.GraphModule]
 
 

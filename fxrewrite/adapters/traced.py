@@ -17,8 +17,6 @@ from fxrewrite.match import Match
 from fxrewrite.pattern import Capture, Ignore, Term
 from fxrewrite.pattern.terms import call, frozen, tensor_text
 
-__all__ = ["as_it_is", "computed_by", "correspondence", "insert", "outputs_of", "placeholders", "terms"]
-
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 

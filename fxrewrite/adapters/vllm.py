@@ -17,8 +17,6 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.report import Report
 
-__all__ = ["vllm_pass"]
-
 _PACKAGES = ("vllm.compilation.passes", "vllm.compilation")
 
 

@@ -17,8 +17,6 @@ from torch import nn
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["GradientReduction", "gradient_reductions", "keep_graph_whole_under_ddp", "refused_by_wrappers"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientReduction:

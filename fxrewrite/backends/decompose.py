@@ -22,8 +22,6 @@ from torch.fx.node import map_arg
 from fxrewrite import ops
 from fxrewrite.graph import copied_meta
 
-__all__ = ["decompose", "inductor_table", "is_decomposed"]
-
 
 def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
     """Decomposes those of `nodes` that call an operator which inductor decomposes; returns their number.

@@ -26,23 +26,6 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.other_sizes import check_sizes
 
-__all__ = [
-    "RewritingBackend",
-    "backend_name",
-    "capture",
-    "capture_with_inputs",
-    "find_backend",
-    "given_up",
-    "graph_break_hint",
-    "graph_break_reason",
-    "inner_compiler",
-    "normalized",
-    "reached_recompile_limit",
-    "refuse_dependence_on_values",
-    "refuse_precompile",
-    "untraced_callers",
-]
-
 R = TypeVar("R")
 Graph = Literal["torch", "aten"]
 _PACKAGES = {"iree_boo": "iree-turbine", "iree_turbine": "iree-turbine", "openvino": "openvino"}

@@ -27,8 +27,6 @@ from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.copy import copy_module
 
-__all__ = ["apply_to_export"]
-
 R = TypeVar("R")
 _KINDS = (
     (TensorArgument, torch.Tensor),

@@ -47,8 +47,6 @@ from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["decomposed_in", "forms"]
-
 Table = Mapping[Any, Callable[..., Any]]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SAMPLES, _ENOUGH = 8, 2

@@ -33,8 +33,6 @@ from fxrewrite.errors import FxRewriteError, InvariantError
 from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.torch_versions import PickledByUuid, passes_of_slot
 
-__all__ = ["OVERLAP", "RECOMPUTE_LATE", "SLOTS", "GraphPass", "Slot", "installed"]
-
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
 Slot = Literal["pre_grad", "joint", "joint_post", "post_grad_pre", "post_grad_post"]

@@ -29,8 +29,6 @@ from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.ops import value
 
-__all__ = ["inductor_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Generated:

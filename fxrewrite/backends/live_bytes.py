@@ -27,7 +27,6 @@ _EMPTY = frozenset(
     }
 )
 """What generated code calls between its kernels."""
-__all__ = ["LiveBytes", "StepMemory", "fake_like", "storage_key", "unknown_inside"]
 
 _KERNELS_OF_TORCH = frozenset({"aten", "prim", "prims", "_c10d_functional", "inductor", "rngprims"})
 """Namespaces whose operators have kernels that allocate little beside their results."""

@@ -10,8 +10,6 @@ from torch import fx
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.outputs import Promise
 
-__all__ = ["Apply", "rewrite"]
-
 R = TypeVar("R")
 Apply: TypeAlias = Callable[[fx.GraphModule, Any], R]
 """Rewrites a module in place, and returns what it did: `plan.apply`."""

@@ -22,8 +22,6 @@ from fxrewrite.backends.dynamo import backend_name, find_backend, inner_compiler
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.sizes import inline_value
 
-__all__ = ["in_parts", "is_custom", "under_autograd"]
-
 Compiler = Callable[..., Any]
 
 

@@ -32,8 +32,6 @@ from fxrewrite.graph.repeats import Part, cut_repeats
 from fxrewrite.graph.sizes import is_read_from_data, is_same_size
 from fxrewrite.ops import held, memory_origins, mutates, value
 
-__all__ = ["Regions", "compile_regions", "regional"]
-
 Compiler = Callable[..., Any]
 
 

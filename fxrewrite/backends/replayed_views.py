@@ -19,8 +19,6 @@ from torch import fx
 
 from fxrewrite.ops import is_view, memory_origins, mutates
 
-__all__ = ["copy_replayed", "has_own_gradient", "is_higher_order", "is_view_of_input", "replayed_views"]
-
 
 def replayed_views(results: Iterable[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
     """Which of the results of a program lose a gradient of their own.

@@ -35,8 +35,6 @@ from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import key, tensors_of, value
 
-__all__ = ["step_memory"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite.torch_versions import symbolic_kernels
 
-__all__ = ["fwd_only", "joint_fwd_bwd", "of_shape", "on_fake_values"]
-
 GetTable = Callable[..., Mapping[Any, Callable[..., Any]]]
 
 

@@ -23,8 +23,6 @@ from fxrewrite.registry import RegistryError, load, registered
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
 
-__all__ = ["Answer", "UsageError", "apply", "explain", "rules", "show", "verify"]
-
 Say: TypeAlias = Callable[[str], None]
 
 

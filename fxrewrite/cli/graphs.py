@@ -17,8 +17,6 @@ from fxrewrite.capture import normalize
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.registry import find_object, raised_text
 
-__all__ = ["GraphError", "Level", "Subject", "load_graph"]
-
 Level = Literal["aten", "torch"]
 _WANTED = "a GraphModule, an ExportedProgram, a pair (module, inputs), or a function without arguments that returns one"
 

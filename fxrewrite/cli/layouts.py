@@ -21,8 +21,6 @@ from fxrewrite.spmd import (
 )
 from fxrewrite.spmd.layouts.registered import LAYOUT_GROUP
 
-__all__ = ["discover", "table"]
-
 
 def discover(arguments: Namespace, say: Say) -> Answer:
     """Run an operator on slices and propose its rule; status 1 if a rule that is there lets too much be sharded."""

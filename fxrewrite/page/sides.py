@@ -17,8 +17,6 @@ from torch.fx.node import map_arg
 
 from fxrewrite.graph.text import GraphWriter
 
-__all__ = ["Change", "Line", "Row", "compare", "written"]
-
 
 class Change(enum.StrEnum):
     """What became of a line."""

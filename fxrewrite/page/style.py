@@ -1,7 +1,5 @@
 """How the page looks: light and dark, wide and narrow, without a script."""
 
-__all__ = ["STYLE"]
-
 STYLE = """\
 :root { color-scheme: light dark; --text: #1b1f24; --page: #fff; --faint: #59636e; --line: #d1d9e0; --link: #0550ae;
   --gone: #ffebe9; --made: #dafbe1; --arguments: #fff8c5; }

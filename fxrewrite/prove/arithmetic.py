@@ -23,8 +23,6 @@ from fxrewrite.prove.symbolic import size_expression
 from fxrewrite.prove.text import readable
 from fxrewrite.prove.value import UndefinedError, UnknownError
 
-__all__ = ["Need", "SymbolicArithmetic", "cast", "is_integer"]
-
 Relation: TypeAlias = Literal["!= 0", ">= 0", "> 0"]
 _ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
 """An entry at any index: what holds of it is said of the whole input, whatever its rank."""

@@ -16,8 +16,6 @@ from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.reals import total
 from fxrewrite.prove.value import At, SymbolicTensor, UnknownError, tensors_in
 
-__all__ = ["Meaning", "SymbolicCall"]
-
 
 @dataclass(frozen=True, slots=True)
 class SymbolicCall:

@@ -36,8 +36,6 @@ from fxrewrite.verify.tensors import InputSpec
 if TYPE_CHECKING:
     from fxrewrite.rule import Rule
 
-__all__ = ["Case", "CaseSearch", "NoCaseError", "readings"]
-
 _TRIES = 24
 """Most samples that are drawn for a reading."""
 _IDLE = 4

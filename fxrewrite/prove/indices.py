@@ -14,8 +14,6 @@ import sympy
 from sympy import Function, Symbol
 from sympy.core.relational import Relational
 
-__all__ = ["LEAST", "Expr", "Indices", "idiv", "imod", "is_same"]
-
 Expr: TypeAlias = Any
 """An expression of sympy, whose own annotations know few of its methods."""
 LEAST = 2

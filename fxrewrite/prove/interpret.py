@@ -28,8 +28,6 @@ from fxrewrite.prove.meanings.views import VIEWS, reshape
 from fxrewrite.prove.symbolic import decomposed
 from fxrewrite.prove.value import SymbolicTensor, UnknownError
 
-__all__ = ["interpret"]
-
 _OF_ANY_DTYPE = {**VIEWS, **FILLING}
 _OF_REALS = {**ENTRYWISE, **SUMS, **PRODUCTS}
 _POINTWISE = frozenset(f"quantized_decomposed::{name}_per_tensor" for name in ("quantize", "dequantize"))

@@ -37,8 +37,6 @@ from fxrewrite.verify.sample import TORCH_ERRORS
 if TYPE_CHECKING:
     from fxrewrite.rule import Rule
 
-__all__ = ["Proof", "prove"]
-
 _READINGS = 48
 """Most readings of a pattern; each has a case or more."""
 _CASES = 4

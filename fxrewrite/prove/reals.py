@@ -21,8 +21,6 @@ from sympy import Function, Symbol
 
 from fxrewrite.prove.indices import Expr, Indices, idiv, imod
 
-__all__ = ["apply", "branches", "difference", "expanded", "is_nonnegative", "is_positive", "total", "where"]
-
 _total = Function("total", real=True)
 _NONNEGATIVE = ("abs", "Abs", "relu")
 """Functions that are never negative."""

@@ -29,8 +29,6 @@ from fxrewrite import ops
 from fxrewrite.prove.indices import Expr, idiv, imod
 from fxrewrite.verify.sample import TORCH_ERRORS
 
-__all__ = ["Body", "Symbols", "decomposed", "size_expression"]
-
 
 def size_expression(size: Any) -> Expr:
     """The sympy expression of a size, or of a symbolic number."""

@@ -10,8 +10,6 @@ from sympy.printing.str import StrPrinter
 
 from fxrewrite.prove.indices import Expr
 
-__all__ = ["brief", "form_of_case", "form_of_condition", "readable"]
-
 _LARGEST_DIVISOR = 1000
 """A fraction with a larger divisor is written as the floating-point number that it is."""
 _INDICES = re.compile(r"(?<=\w\()(?:(?:j\d+|0)(?:, |(?=\))))+")

@@ -10,8 +10,6 @@ import torch
 
 from fxrewrite.prove.indices import Expr
 
-__all__ = ["At", "SymbolicTensor", "UndefinedError", "UnknownError", "is_number", "items_of", "tensors_in"]
-
 At: TypeAlias = Callable[[Sequence[Expr]], Expr]
 """Returns the entry at an index."""
 

@@ -12,8 +12,6 @@ from fxrewrite.rule import Rule
 from fxrewrite.rule_file.expression import Expression, parse_expression
 from fxrewrite.rule_file.schema import RuleEntry, RuleFile
 
-__all__ = ["dump_rules"]
-
 
 def dump_rules(rule_set: RuleSet) -> str:
     """The text of a rule file: `parse_rules` makes of it a set with the same name, rules, order and options.

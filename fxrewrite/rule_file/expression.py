@@ -19,8 +19,6 @@ from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, 
 from fxrewrite.pattern.terms import ONCE, parts_of, subterms
 from fxrewrite.pattern.text import column_of, terms_text
 
-__all__ = ["Expression", "parse_expression"]
-
 _ON_NUMBERS: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {
     ("aten::add", ("self", "other")): operator.add,
     ("aten::sub", ("self", "other")): operator.sub,

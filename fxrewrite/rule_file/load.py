@@ -18,8 +18,6 @@ from fxrewrite.rule import Rule
 from fxrewrite.rule_file.expression import parse_expression
 from fxrewrite.rule_file.schema import RuleEntry, RuleFileError, check_fields
 
-__all__ = ["load_rules", "parse_rules"]
-
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(rule|'rule'|\"rule\")[ \t]*\]\]", re.MULTILINE)
 
 

@@ -12,8 +12,6 @@ from pydantic_core import ErrorDetails
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.rule import Domain, Numerics, Rng, Shapes
 
-__all__ = ["RuleEntry", "RuleFile", "RuleFileError", "check_fields"]
-
 
 class RuleFileError(RuleDefinitionError):
     """A rule file is wrong as written; `problems` has one line for each thing to mend.

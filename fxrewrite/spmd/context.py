@@ -14,8 +14,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Replicate
 
-__all__ = ["Reduction", "SpmdContext", "contexts"]
-
 Reduction: TypeAlias = Literal["done", "mean", "sum"]
 """What the caller of a program does over the axis with gradients of inputs that are held whole; see `cotangents`."""
 

@@ -9,20 +9,6 @@ from pydantic import Field
 from fxrewrite.backends import Regions
 from fxrewrite.report import Event
 
-__all__ = [
-    "AtBorder",
-    "Drawn",
-    "Gathered",
-    "NotInPart",
-    "OutputSharded",
-    "ProductsWhole",
-    "ProgramIsLast",
-    "ReadOwn",
-    "RegionsCompiled",
-    "Summed",
-    "ZerosHeld",
-]
-
 
 class AtBorder(Event, frozen=True):
     """A value crosses the border of a program in chunks, or is gathered there."""

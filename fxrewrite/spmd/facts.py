@@ -11,16 +11,6 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.sizes import Size
 from fxrewrite.spmd.placement import Placement, Replicate
 
-__all__ = [
-    "GLOBAL_SHAPE",
-    "PLACEMENT",
-    "REQUIRED",
-    "global_shape",
-    "placement_of",
-    "result_placements",
-    "set_placements",
-]
-
 PLACEMENT = Fact["Placement | tuple[Placement, ...]"]("placement", shown=True)
 """How ranks hold what a node computes; of a node with several results, a tuple."""
 REQUIRED = Fact["Placement"]("required placement")

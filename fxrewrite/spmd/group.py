@@ -23,22 +23,6 @@ from fxrewrite.spmd.placement import Axis
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = [
-    "ADJOINTS",
-    "COLLECTIVES",
-    "COLLECTIVE_KINDS",
-    "CollectiveKind",
-    "axis_mesh",
-    "axis_of",
-    "axis_rank",
-    "fix_rank",
-    "global_ranks",
-    "is_fake",
-    "positions_of",
-    "process_group",
-    "store_of",
-]
-
 _c10d = torch.ops._c10d_functional
 
 CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]

@@ -13,24 +13,6 @@ from fxrewrite.graph.sizes import Size, is_same_size, product, quotient
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-__all__ = [
-    "AnyPlacement",
-    "Axis",
-    "MisstatedError",
-    "Partial",
-    "Placement",
-    "ReduceOp",
-    "Replicate",
-    "Shard",
-    "Zigzag",
-    "as_placement",
-    "check_num_ranks",
-    "check_placement",
-    "is_same_placement",
-    "local_shape",
-    "num_entries",
-]
-
 
 class MisstatedError(FxRewriteError):
     """What is stated is wrong whatever the sizes are: a glob matches nothing, two statements contradict each other, a

@@ -2,8 +2,6 @@
 
 from fxrewrite.plan.contracts import Property
 
-__all__ = ["COLLECTIVE_CALLS", "LOCAL_SHAPES", "PLACEMENTS"]
-
 PLACEMENTS = Property("placements", given_by="a PropagatePlacements step")
 """How ranks hold every value is known, and what disagrees is redistributed; values are global ones."""
 LOCAL_SHAPES = Property("local shapes", given_by="a LocalizeShapes step")

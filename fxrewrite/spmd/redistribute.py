@@ -8,8 +8,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Shard, as_placement
 from fxrewrite.spmd.virtual import declare_virtual
 
-__all__ = ["convert_placements", "redistribute", "without_padding"]
-
 
 @declare_virtual(lambda args, _: as_placement(args[2]), tested_by="fxrewrite.testing.redistributed:OnRanks")
 def redistribute(x: torch.Tensor, src: AnyPlacement, dst: AnyPlacement, axis: Axis) -> torch.Tensor:

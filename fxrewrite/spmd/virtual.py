@@ -10,8 +10,6 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.spmd.placement import Placement
 
-__all__ = ["declare_virtual", "placement_of_virtual"]
-
 ResultPlacement: TypeAlias = "Placement | tuple[Placement, ...]"
 PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Placement]], ResultPlacement | None]"
 Function: TypeAlias = Callable[..., Any]

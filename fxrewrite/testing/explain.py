@@ -19,8 +19,6 @@ from fxrewrite.spmd.placement import Axis
 from fxrewrite.spmd.propagation.explain import explain_values
 from fxrewrite.testing.fake_mesh import fake_mesh
 
-__all__ = ["explain_placement"]
-
 
 def explain_placement(
     model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int], value: str

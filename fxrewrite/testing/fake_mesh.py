@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["fake_mesh"]
-
 
 @contextmanager
 def fake_mesh(

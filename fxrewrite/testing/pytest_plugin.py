@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from fxrewrite.rule import Rule
 
-__all__ = ["fake_mesh", "fx_snapshot", "pytest_addoption", "pytest_generate_tests"]
-
 _OPTION = "fxrewrite_distribution"
 
 

@@ -26,8 +26,6 @@ from fxrewrite.spmd.group import axis_rank, positions_of
 from fxrewrite.spmd.placement import Placement, Replicate, Shard, Zigzag, as_placement, check_num_ranks
 from fxrewrite.spmd.propagation.input_placements import Placements, input_placements
 
-__all__ = ["RankRun", "run_on_ranks"]
-
 
 class RankRun:
     """What simulated ranks computed.

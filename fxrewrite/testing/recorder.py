@@ -8,8 +8,6 @@ from fxrewrite.plan import RuleSet
 from fxrewrite.plan.members import Member, label_of
 from fxrewrite.report import Report
 
-__all__ = ["Recorder", "recorded"]
-
 
 class Recorder:
     """The step that keeps the canonical text of the graph as it finds it.

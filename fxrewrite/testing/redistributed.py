@@ -50,8 +50,6 @@ from fxrewrite.testing.ranks import run_on_ranks
 from fxrewrite.verify.build import NoSampleError
 from fxrewrite.verify.draw import Draw, Sampler
 
-__all__ = ["OnRanks", "finish", "on_ranks", "start"]
-
 _AXIS = "ranks"
 _MOST_TRIED = 400
 """Of placements of the inputs for one sample; five tensors of two dimensions have 1,024."""

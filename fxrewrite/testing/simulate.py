@@ -26,9 +26,6 @@ from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.testing.fake_mesh import fake_mesh
 from fxrewrite.testing.ranks import run_on_ranks
 
-__all__ = ["Simulated", "simulate"]
-
-
 _SAME = 1e-6
 """Up to here, a loss of a batch is the mean of the losses of its parts, in float32 too."""
 

@@ -15,8 +15,6 @@ from torch.export import ExportedProgram
 from fxrewrite.graph.text import GraphWriter
 from fxrewrite.report import Report
 
-__all__ = ["FxTextExtension"]
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

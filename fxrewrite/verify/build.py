@@ -39,8 +39,6 @@ from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.sample import TORCH_ERRORS, Binding, Sample
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["Builder", "FakeMode", "NoSampleError"]
-
 FakeMode: TypeAlias = FakeTensorMode
 """Torch's FakeTensorMode under a public name; all graphs of a verification share one."""
 

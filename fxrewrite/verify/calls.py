@@ -16,8 +16,6 @@ from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, python_paramete
 from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term
 
-__all__ = ["Emit", "Form", "NoCallError", "emit", "first_name", "signatures"]
-
 Form: TypeAlias = Literal["aten", "torch"]
 """ATen overloads, or functions and methods of torch."""
 Emit: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]

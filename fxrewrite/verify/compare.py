@@ -34,8 +34,6 @@ import torch
 from fxrewrite.verify.observe import Observation
 from fxrewrite.verify.oracle import Oracle
 
-__all__ = ["Difference", "Kind", "RulePromise", "compare", "compare_gradients", "relative_bound"]
-
 Kind: TypeAlias = Literal[
     "value",
     "shape",

@@ -11,8 +11,6 @@ import torch
 
 from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec, MemoryLayout
 
-__all__ = ["Domain", "Draw", "Sampler", "contents_within"]
-
 T = TypeVar("T")
 _MOST = 8
 _SMALL, _LARGER = (1, 2, 3, 5), (4, 6, 7, _MOST)

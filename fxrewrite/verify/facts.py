@@ -15,8 +15,6 @@ from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.literals import numbers_in
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["Facts"]
-
 _LARGEST_SIZE = 64
 _ALSO = (torch.int64, torch.bool, torch.int32)
 

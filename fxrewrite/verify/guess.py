@@ -18,8 +18,6 @@ from fxrewrite.verify.literals import legal_value
 from fxrewrite.verify.sample import Binding
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["Guesses"]
-
 _OF_CLASSES = frozenset({"aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd"})
 """Losses whose target is class numbers, which a guess by shape alone would seldom be."""
 

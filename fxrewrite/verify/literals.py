@@ -17,8 +17,6 @@ from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.where.facts import Predicate
 from fxrewrite.verify.draw import Draw
 
-__all__ = ["NoValueError", "legal_value", "numbers_in", "numbers_of"]
-
 _FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
 _INTEGERS = (0, 1, 2, 3, -1, -2)
 _NUMBERS = ("float", "number", "int", "")

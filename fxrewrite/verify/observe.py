@@ -14,19 +14,6 @@ from fxrewrite import ops
 from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.sample import TORCH_ERRORS
 
-__all__ = [
-    "Observation",
-    "Runner",
-    "TestBed",
-    "cotangents",
-    "gradients",
-    "largest_finite",
-    "observe",
-    "run_here",
-    "values_of",
-    "with_derivative",
-]
-
 Runner: TypeAlias = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 """Runs a graph on inputs, and returns its outputs as a flat list; on simulated ranks, those of all ranks."""
 _SEED = 0

@@ -17,8 +17,6 @@ from fxrewrite.verify.observe import values_of
 from fxrewrite.verify.sample import TORCH_ERRORS
 from fxrewrite.verify.tensors import with_entries
 
-__all__ = ["Evaluate", "Oracle", "Reference", "in_float64", "widened"]
-
 Evaluate: TypeAlias = Callable[[fx.GraphModule, list[torch.Tensor]], Sequence[Any] | None]
 """Runs a graph; returns its results or its gradients, or None if there are none."""
 _WIDE = {

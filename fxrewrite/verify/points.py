@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 
 from fxrewrite.ops import key, value
 
-__all__ = ["Points", "jumps", "units"]
-
 _MOST = 32
 """Most numbers of a rule's code and graphs next to which entries are drawn."""
 _LARGEST = 1e30

@@ -12,8 +12,6 @@ from fxrewrite.pattern.terms import Capture, Chain, Each, Either, ListOf, Maybe,
 from fxrewrite.pattern.text import term_text
 from fxrewrite.verify.calls import first_name
 
-__all__ = ["SEVERAL", "Alternative", "ChoiceSite", "Choose", "Reading", "by_item", "read", "sites"]
-
 _LENGTHS = ("one item", "several items", "no items")
 _ONE, _SEVERAL, _NONE = range(3)
 SEVERAL = (3, 5)

@@ -36,8 +36,6 @@ from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 from fxrewrite.verify.wide import varied
 
-__all__ = ["DTYPES", "quiet", "verify_rewrite"]
-
 DTYPES = ("float32", "float64", "bfloat16", "complex64")
 """Of the inputs that are no integers or bools, unless a caller or a constraint says otherwise."""
 

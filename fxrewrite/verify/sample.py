@@ -12,8 +12,6 @@ from fxrewrite.verify.calls import Form
 from fxrewrite.verify.readings import Reading
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["TORCH_ERRORS", "Binding", "Sample", "given_binding"]
-
 Binding: TypeAlias = Any
 """A InputSpec, a list of these, a Python value, or `...` for the operator's default."""
 TORCH_ERRORS = (

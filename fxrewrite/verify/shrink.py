@@ -13,8 +13,6 @@ import torch
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec
 
-__all__ = ["shrink"]
-
 _MOST_ENTRIES, _MOST_READ = 12, 64
 """Largest tensor, in entries, whose entries are simplified one by one; and in blocks."""
 

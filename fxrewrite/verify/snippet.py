@@ -14,8 +14,6 @@ from fxrewrite.verify.compare import Difference
 from fxrewrite.verify.spelling import call_text, is_item, text_of
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["snippet"]
-
 _SEEDED_RUN = """\
 def outcome(function):
     torch.manual_seed(0)

@@ -15,8 +15,6 @@ from torch.fx.node import _get_qualified_name
 
 from fxrewrite import ops
 
-__all__ = ["Names", "call_text", "is_item", "text_of"]
-
 _OF_ATEN = {
     "remainder": "mod",
     "bitwise_and": "and_",

@@ -9,8 +9,6 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["PLAINER", "Contents", "InputSpec", "MemoryLayout", "stride_of", "with_entries"]
-
 MemoryLayout = Literal["contiguous", "transposed", "expanded", "sliced"]
 # fmt: off
 Contents = Literal[

@@ -40,8 +40,6 @@ from fxrewrite.verify.points import jumps, units
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 from fxrewrite.verify.tensors import Contents
 
-__all__ = ["Rewrite", "Trial", "Trials"]
-
 Rewrite = Callable[[fx.GraphModule], int]
 """Applies a rule once to a graph in place, and returns the number of rewrites."""
 _MOST_APPLICATIONS = 8

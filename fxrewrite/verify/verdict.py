@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fxrewrite.errors import VerificationError
 from fxrewrite.verify.compare import Difference
 
-__all__ = ["Counterexample", "Verdict"]
-
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:

@@ -12,8 +12,6 @@ from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.readings import Reading
 from fxrewrite.verify.tensors import InputSpec, with_entries
 
-__all__ = ["varied"]
-
 _OTHER = 0.5
 """Probability that a wide sample is not what its sampler gave."""
 _IN_INTEGERS = 0.15

@@ -21,8 +21,6 @@ from rules.attention.kernels import has_kernel
 from rules.masks.bounds import mask_bounds
 from rules.masks.expressions import MaskExpression, Range, parse_mask
 
-__all__ = ["blocks", "kept_tiles", "tiles_of_parts"]
-
 _MOST_ROWS = 256
 """Rows per block. Larger blocks read k and v less often, but compute more scores that a causal mask hides."""
 _BLOCKS_ON_CUDA, _FEWEST_ON_CUDA = 8, 512

@@ -45,16 +45,6 @@ from rules.masks.expressions import Range
 from rules.masks.kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
 from rules.masks.reading import is_dense, read_mask
 
-__all__ = [
-    "ATTENTION_BY_ROWS",
-    "BY_ROWS",
-    "attention_by_rows",
-    "attention_by_rows_backward",
-    "differentiate",
-    "mask_of",
-    "why_not_by_rows",
-]
-
 aten = torch.ops.aten
 
 

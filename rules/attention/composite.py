@@ -82,8 +82,6 @@ from rules.canonical.normal_forms import drop_to, type_as_to_to
 from rules.canonical.operands import OPERANDS
 from rules.masks.meanings import keeps_own_keys
 
-__all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED", "FUSIONS_UNBIASED"]
-
 _product: Any = torch.matmul(Q, KT)
 _scores: Any = scaled(_product)
 _biased: Any = maybe(_scores + BIAS)

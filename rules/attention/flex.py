@@ -38,8 +38,6 @@ from rules.masks.functions import indices_of, mask_body, score_body
 from rules.masks.kinds import kind_of, name_mask
 from rules.masks.tiles import MASK_TILES, NUM_TILE_TENSORS
 
-__all__ = ["MaskKernel", "flex_rules", "why_not_flex"]
-
 aten = torch.ops.aten
 
 MaskKernel: TypeAlias = Literal["auto", "rows", "flex"]

@@ -22,8 +22,6 @@ from fxrewrite.torch_versions import order_of_writes
 from rules.attention.flops import declare_attention
 from rules.masks.tiles import TILE
 
-__all__ = ["FLEX_ATTENTION", "flex_arguments"]
-
 FLEX_ATTENTION: Any = declare_pure(flex_attention)
 declare_attention(key(FLEX_ATTENTION))
 _ORDER_OF_WRITES = order_of_writes()

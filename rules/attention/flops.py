@@ -17,8 +17,6 @@ from fxrewrite.spmd import ATTENTION_BACKWARD, Call, declare_product
 from rules.masks.kinds import kind_of
 from rules.random import by_rank
 
-__all__ = ["ATTENTION_KEYS", "declare_attention", "hides_later_keys"]
-
 ATTENTION_KEYS = set[str]()
 """Keys of operators that are attention; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 

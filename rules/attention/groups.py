@@ -41,8 +41,6 @@ from rules.attention.operator import attend_with, attention_rule
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["REPEAT_HEADS", "SHARE_HEADS", "repeat_heads", "share_heads"]
-
 aten = torch.ops.aten
 
 

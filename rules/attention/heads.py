@@ -31,8 +31,6 @@ from rules.attention.parts import SAFE_SOFTMAX, cast_and_dropout, divides, is_nu
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["HEADS"]
-
 _X, _Y, _BIAS = cap("x"), cap("y"), cap("bias")
 _BETA, _ALPHA, _SHAPE = cap("beta", Literal), cap("alpha", Literal), cap("shape", "any")
 _bmm: Any = op("bmm", _X, _Y)

@@ -28,17 +28,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "attend_block",
-    "attend_block_backward",
-    "capped",
-    "has_kernel",
-    "lse_dtype",
-    "merge_blocks",
-    "sinks_backward",
-    "with_sinks",
-]
-
 aten: Any = torch.ops.aten
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -44,19 +44,6 @@ from rules.layouts.attention import attention as attention_layout
 if TYPE_CHECKING:
     from fxrewrite.verify import Domain, Draw
 
-__all__ = [
-    "ATTEND",
-    "ATTENTION_LAYOUTS",
-    "LOWER_ATTENTION",
-    "RAISE_ATTENTION",
-    "SDPA",
-    "attend_with",
-    "attention",
-    "attention_rule",
-    "attentions",
-    "is_sdpa",
-]
-
 aten = torch.ops.aten
 
 

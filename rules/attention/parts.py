@@ -23,37 +23,6 @@ from rules.attention.operator import ATTEND
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = [
-    "BIAS",
-    "DIVISOR",
-    "KEPT",
-    "KT",
-    "MASK",
-    "SAFE_SOFTMAX",
-    "SCALE",
-    "Q",
-    "V",
-    "cast_and_dropout",
-    "divides",
-    "draws_nothing",
-    "filled",
-    "fused",
-    "fusion",
-    "hides",
-    "hides_by_divisor",
-    "hides_times_scale",
-    "is_added",
-    "is_mask",
-    "is_number",
-    "is_taken",
-    "no_narrower",
-    "raw_weights",
-    "scale_of",
-    "scaled",
-    "softmax",
-    "weights",
-]
-
 # `Any`: torch functions of terms make terms, but torch's stubs say tensors
 Q: Any = cap("q")
 KT: Any = cap("kt")

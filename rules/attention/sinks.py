@@ -51,8 +51,6 @@ from rules.attention.parts import (
     scaled,
 )
 
-__all__ = ["ATTENTION_SINKS", "UNSHIFT"]
-
 _x, _sinks, _others = cap("x"), cap("sinks"), cap("others")
 _DTYPE, _END, _LENGTH = cap("dtype", Literal), cap("end", "any"), cap("length", "any")
 

@@ -53,8 +53,6 @@ from rules.attention.parts import (
     scaled,
 )
 
-__all__ = ["MERGE_FACTORS", "SOFTCAPS"]
-
 _FACTOR: Any = cap("factor", Literal)
 _PART: Any = cap("part", Literal)
 _SOFTCAP: Any = cap("softcap", Literal)

@@ -59,8 +59,6 @@ from rules.attention.parts import (
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["CLEANUP", "EINSUM", "KEYS", "SOFTMAX"]
-
 
 def _indices(equation: str) -> tuple[str, str, str]:
     operands, _, result = equation.replace(" ", "").partition("->")

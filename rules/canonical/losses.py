@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from fxrewrite.verify import Draw
 
-__all__ = ["LOSSES"]
-
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 _OF_ONE_SHAPE = ("mse_loss", "smooth_l1_loss", "huber_loss")

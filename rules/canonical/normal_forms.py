@@ -28,8 +28,6 @@ from fxrewrite.spmd import is_same_size
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["NORMAL_FORMS", "drop_to", "type_as_to_to"]
-
 
 @where.predicate("x", "root", text="changes_nothing")
 def _changes_nothing(x: fx.Node, root: fx.Node) -> bool:

@@ -36,8 +36,6 @@ from fxrewrite.spmd import is_same_size, size_proxy
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["OPERANDS", "FoldNumbers"]
-
 aten = torch.ops.aten
 
 _ROUNDED: dict[str, Callable[..., torch.Tensor]] = {

@@ -41,8 +41,6 @@ from fxrewrite.ops import bind, fake_value, is_pure, key, mutates
 from fxrewrite.spmd import Call, Shard, Size, is_same_size, size_hint, size_proxy
 from rules.layouts import LAYOUTS
 
-__all__ = ["SHIFTED_LOSSES"]
-
 aten = torch.ops.aten
 _NONE = 0
 _END = 2**63 - 1  # tracing writes this for a slice without an end

@@ -45,8 +45,6 @@ from fxrewrite.spmd import (
 )
 from rules.experts.over_ranks import chunk_of, expert_slots
 
-__all__ = ["ExchangePairs", "ExpertsOption", "TokensToExperts"]
-
 ExpertsOption: TypeAlias = Literal["price", "all_to_all", "gather"]
 """How tokens in chunks come to experts over the same axis."""
 

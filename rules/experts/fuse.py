@@ -37,8 +37,6 @@ from fxrewrite.ops import bind, is_pure, is_random, key, mutates
 from fxrewrite.spmd import Call, LayoutRules, Terms, is_same_size
 from rules.experts.slots import Read, SlotBody, positions, slotwise
 
-__all__ = ["GROUPED_PRODUCTS", "FuseSlots"]
-
 
 class Role(Enum):
     """What a value between a sort and its inverse is."""

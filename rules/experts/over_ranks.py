@@ -65,8 +65,6 @@ from fxrewrite.spmd import (
 from rules.experts.fuse import GROUPED_PRODUCTS
 from rules.experts.slots import Read, SlotBody, positions, slot_terms, slotwise, written_out
 
-__all__ = ["EXPERTS_OVER_RANKS", "EXPERT_LAYOUTS", "WRITE_OUT_EXPERTS", "chunk_of", "expert_slots"]
-
 aten = torch.ops.aten
 
 

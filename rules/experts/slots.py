@@ -34,8 +34,6 @@ from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.ops import declare_pure, key
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, declare_virtual, divide_exactly, size_proxy
 
-__all__ = ["SLOT_LAYOUTS", "WRITE_OUT_SLOTS", "Read", "SlotBody", "positions", "slot_terms", "slotwise", "written_out"]
-
 aten = torch.ops.aten
 
 Read: TypeAlias = Literal["slots", "tokens", "whole"]

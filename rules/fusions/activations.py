@@ -36,9 +36,6 @@ from torch import fx
 from fxrewrite import Constraint, Literal, Pattern, Rule, RuleSet, cap, either, rule, where
 from fxrewrite.ops import fake_value
 
-__all__ = ["ACTIVATIONS"]
-
-
 _IS_FLOAT = where.dtype("x", torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

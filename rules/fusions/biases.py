@@ -16,8 +16,6 @@ from torch import fx
 from fxrewrite import Constraint, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.spmd import Shard, held_as
 
-__all__ = ["BIASES"]
-
 aten = torch.ops.aten
 
 

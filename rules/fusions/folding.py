@@ -36,8 +36,6 @@ from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap,
 from fxrewrite.ops import bind, key
 from fxrewrite.verify import Draw
 
-__all__ = ["FOLDING", "folded"]
-
 
 def folded(
     w: torch.Tensor,

@@ -38,8 +38,6 @@ from torch import fx
 from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap, op, refuse, shared, where
 from fxrewrite.verify import Draw
 
-__all__ = ["INTEGER_LINEARS", "MOVES", "QUANTIZED_MOVES", "factors"]
-
 aten = torch.ops.aten
 quantized = torch.ops.quantized_decomposed
 _MIN_ROWS, _MULTIPLE = 17, 8

@@ -45,8 +45,6 @@ from torch import fx
 
 from fxrewrite import Constraint, Match, Param, Pattern, Rule, RuleSet, cap, op, refuse, siblings, where
 
-__all__ = ["LINEARS", "STACKED_LINEARS"]
-
 aten = torch.ops.aten
 _x, _w, _b = cap("x"), cap("w", Param), cap("b", Param)
 

@@ -47,8 +47,6 @@ from fxrewrite.ops import dtype_name, fake_value
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["NORMS"]
-
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT = (*_HALF, torch.float32, torch.float64)

@@ -36,8 +36,6 @@ from torch import fx
 from fxrewrite import Constraint, Literal, Match, Pattern, Rule, RuleSet, cap, either, op, where
 from fxrewrite.ops import declare_pure, fake_value
 
-__all__ = ["INLINE_ROTARY", "ROTARY", "rotary_embedding"]
-
 
 @declare_pure
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

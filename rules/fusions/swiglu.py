@@ -31,8 +31,6 @@ from torch import fx
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op, rule, where
 from fxrewrite.ops import declare_pure
 
-__all__ = ["INLINE_SWIGLU", "SWIGLU", "swiglu"]
-
 aten = torch.ops.aten
 
 

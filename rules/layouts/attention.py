@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_broadcast, is_same_size
 from rules.attention.flops import declare_attention
 
-__all__ = ["LAYOUTS"]
-
 
 def attention(call: Call) -> IndexMap | None:
     """b h q d, b h? !k d, b h? !k v, mask? -> b h q v; kv heads may be 1 or fewer (enable_gqa); causal: !q"""

@@ -7,8 +7,6 @@ Source: torch/distributed/_functional_collectives.py.
 
 from fxrewrite.spmd import LayoutRule
 
-__all__ = ["LAYOUTS"]
-
 LAYOUTS = (
     LayoutRule("layout.all_reduce", ("_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"), "a... -> a..."),
     LayoutRule("layout.gradient", ("fxrewrite::scale_gradient", "fxrewrite::mean_gradient"), "a... -> a..."),

@@ -13,8 +13,6 @@ from typing import Any
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_same_size
 from rules.layouts.terms import index_map
 
-__all__ = ["LAYOUTS"]
-
 
 def convolution(call: Call) -> IndexMap | None:
     """n (g ci) !l..., (g co) ci !k..., +(g co)? -> n (g co) !o...; l = (o !k) where windows do not overlap"""

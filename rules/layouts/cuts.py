@@ -5,8 +5,6 @@ from typing import Any
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size
 from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced
 
-__all__ = ["LAYOUTS"]
-
 
 def select(call: Call) -> IndexMap | None:
     """`dim` must be whole, and is removed; `unbind` gives one result for each of its entries"""

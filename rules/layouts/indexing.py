@@ -19,8 +19,6 @@ from fxrewrite.ops import filled_with
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Size, Terms, is_same_size
 from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, insert, names_of, unread
 
-__all__ = ["LAYOUTS"]
-
 
 def embedding(call: Call) -> IndexMap | None:
     """!v d, i... -> i... d; not supported if gradients are scaled by frequency, which counts all ids"""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_same_size, parse
 from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, replaced
 
-__all__ = ["LAYOUTS"]
-
 
 def matmul(call: Call) -> IndexMap | None:
     """b... m k, b... k n -> b... m n, batch dimensions broadcast, vectors without m or n"""

@@ -3,8 +3,6 @@
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.terms import aligned, aten, broadcast_shape, index_map, indices, names_of
 
-__all__ = ["LAYOUTS"]
-
 _NONE, _SUM = 0, 2
 
 

@@ -3,8 +3,6 @@
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms
 from rules.layouts.terms import aten, index_map, indices, names_of
 
-__all__ = ["LAYOUTS"]
-
 
 def norm(call: Call) -> IndexMap | None:
     """normalizes over the last dimensions, which must be whole; weight and bias run over them"""

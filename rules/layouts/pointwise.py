@@ -7,8 +7,6 @@ draws the numbers of its own chunk.
 from fxrewrite.spmd import Call, IndexMap, LayoutRule
 from rules.layouts.terms import aligned, aten, index_map, indices, unread
 
-__all__ = ["LAYOUTS", "broadcast"]
-
 
 def broadcast(call: Call) -> IndexMap | None:
     """every dimension is independent, operands broadcast from the right"""

@@ -13,8 +13,6 @@ from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.pointwise import broadcast
 from rules.layouts.terms import aten, dim_of, dims_of, index_map, indices, names_of, replaced
 
-__all__ = ["LAYOUTS"]
-
 
 def _dims(call: Call, rank: int) -> list[int]:
     return dims_of(call, rank, "dims" if "dims" in call.args else "dim")

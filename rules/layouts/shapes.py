@@ -3,8 +3,6 @@
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size, product, view_map
 from rules.layouts.terms import aligned, aten, dim_of, dims_of, index_map, indices, insert, names_of, replaced
 
-__all__ = ["LAYOUTS"]
-
 
 def view(call: Call) -> IndexMap | None:
     """a view keeps the common factors of both shapes: (b s) d -> b s d"""

@@ -14,21 +14,6 @@ from torch import fx
 
 from fxrewrite.spmd import Call, IndexMap, Size, Terms, is_broadcast, is_same_size
 
-__all__ = [
-    "Operands",
-    "aligned",
-    "aten",
-    "broadcast_shape",
-    "dim_of",
-    "dims_of",
-    "index_map",
-    "indices",
-    "insert",
-    "names_of",
-    "replaced",
-    "unread",
-]
-
 Operands: TypeAlias = "Mapping[str, Terms | Sequence[Terms]]"
 """Terms by argument name; for a list of tensors, the terms of each tensor."""
 

@@ -31,8 +31,6 @@ import torch
 
 from rules.masks.expressions import POINTWISE, Leaf, MaskCall, MaskExpression, Term
 
-__all__ = ["Bounds", "dtype_range", "mask_bounds", "term_bounds"]
-
 Bounds: TypeAlias = "tuple[Any, Any]"
 """The least and the greatest value: two tensors, or twice a literal of the expression."""
 

@@ -26,8 +26,6 @@ from fxrewrite.spmd import is_same_size
 from rules.attention.operator import SDPA, attention_rule
 from rules.masks.meanings import CAUSAL, OPEN, Claim, Finding, finding
 
-__all__ = ["MASKS"]
-
 aten = torch.ops.aten
 
 

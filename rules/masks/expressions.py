@@ -27,19 +27,6 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = [
-    "POINTWISE",
-    "Leaf",
-    "MaskCall",
-    "MaskExpression",
-    "Range",
-    "Term",
-    "evaluate",
-    "kept_and_hidden",
-    "leaves_in",
-    "parse_mask",
-]
-
 aten = torch.ops.aten
 
 Range: TypeAlias = "tuple[int, int]"

@@ -25,8 +25,6 @@ from torch import fx
 from fxrewrite.spmd import is_same_size
 from rules.masks.expressions import POINTWISE, MaskExpression, Term, evaluate
 
-__all__ = ["INDICES", "Indices", "indices_of", "mask_body", "score_body"]
-
 aten = torch.ops.aten
 
 INDICES = ("b", "h", "q_idx", "kv_idx")

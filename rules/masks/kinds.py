@@ -13,17 +13,6 @@ from torch import fx
 from fxrewrite import Edit
 from fxrewrite.graph import Fact
 
-__all__ = [
-    "CAUSAL",
-    "MASK_KIND",
-    "NOTHING_HIDDEN",
-    "MaskCondition",
-    "MaskKind",
-    "MaskPart",
-    "kind_of",
-    "name_mask",
-]
-
 
 class MaskCondition(Enum):
     """What a part of a mask compares; `{}` in the text is the number of the `MaskPart`."""

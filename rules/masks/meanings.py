@@ -27,8 +27,6 @@ from rules.masks.positions import LONGEST, leaves_of
 from rules.masks.proofs import CORNERS, MOST_ENTRIES, is_true_everywhere, is_true_within
 from rules.masks.reading import ReadMask, read_mask
 
-__all__ = ["CAUSAL", "COLUMN", "OPEN", "ROW", "Claim", "Finding", "MaskAt", "finding", "keeps_own_keys"]
-
 COLUMN, ROW = Leaf(-1), Leaf(-2)
 """The positions of columns and of rows in conditions of a `MaskAt`, after the leaves of the mask."""
 _LENGTHS = (7, 331, 1 << 18)

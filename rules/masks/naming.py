@@ -25,8 +25,6 @@ from rules.masks.kinds import MASK_KIND, MaskCondition, MaskKind, MaskPart, name
 from rules.masks.meanings import COLUMN, ROW, MaskAt
 from rules.masks.reading import ReadMask, is_dense, read_mask
 
-__all__ = ["NameMasks", "mask_kind"]
-
 _LOW = -1e4
 """Numbers up to this one hide a key when they are added to its score."""
 

@@ -25,8 +25,6 @@ from fxrewrite.spmd import is_same_size
 from rules.masks.expressions import POINTWISE
 from rules.masks.reading import POINTWISE_KEYS, MaskPlace, ReadMask, UnreadableError, looked_through, place_of
 
-__all__ = ["LONGEST", "Affine", "Corners", "affine_of", "leaves_of", "pointwise"]
-
 LONGEST = 1 << 30
 """Upper limit of the length of a sequence, and of the batch size. Integers must not overflow below it."""
 

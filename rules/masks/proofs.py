@@ -30,8 +30,6 @@ from rules.masks.bounds import Bounds, dtype_range, mask_bounds, term_bounds
 from rules.masks.expressions import Leaf, MaskCall, MaskExpression, Term
 from rules.masks.positions import Affine, Corners, pointwise
 
-__all__ = ["CORNERS", "MOST_ENTRIES", "is_true_everywhere", "is_true_within"]
-
 MOST_ENTRIES = 1 << 26
 """Limit of tiles and entries that are evaluated before a proof is given up; takes a second or two on a CPU."""
 _SPLIT = 16

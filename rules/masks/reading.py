@@ -27,17 +27,6 @@ from fxrewrite.ops import bind, fake_value, filled_with, has_trait, key, value
 from fxrewrite.spmd import Size, is_same_size, size_proxy
 from rules.masks.expressions import POINTWISE
 
-__all__ = [
-    "POINTWISE_KEYS",
-    "MaskPlace",
-    "ReadMask",
-    "UnreadableError",
-    "is_dense",
-    "looked_through",
-    "place_of",
-    "read_mask",
-]
-
 aten = torch.ops.aten
 
 POINTWISE_KEYS = {f"aten::{name}": name for name in POINTWISE}

@@ -27,8 +27,6 @@ from fxrewrite.ops import HOST_WAITS
 from rules.masks.bounds import mask_bounds
 from rules.masks.expressions import MaskCall, MaskExpression, Term, parse_mask
 
-__all__ = ["MASK_TILES", "NUM_TILE_TENSORS", "TILE"]
-
 TILE = 128
 """Rows, and columns, of a tile; torch's flex attention has the same default."""
 NUM_TILE_TENSORS = 8

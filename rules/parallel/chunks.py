@@ -19,8 +19,6 @@ from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, fake_value, is_parameter, key
 from fxrewrite.spmd import Replicate, Shard, held_as, input_of, redistribute
 
-__all__ = ["CHUNKED_BIASES", "add_after_scatter"]
-
 aten = torch.ops.aten
 
 

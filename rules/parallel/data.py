@@ -13,8 +13,6 @@ Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), stages 2 and 3; Zhao et al.
 
 from fxrewrite.spmd import Parallelism, Shard, Stored, param
 
-__all__ = ["DATA", "ZERO2", "ZERO3"]
-
 DATA = Parallelism("data", axis="dp", data="own")
 ZERO2 = Parallelism("zero2", axis="dp", data="own", place={param("*"): Stored(Shard(0), or_whole=True, kept=True)})
 ZERO3 = Parallelism("zero3", axis="dp", data="own", place={param("*"): Stored(Shard(0), or_whole=True)})

@@ -24,8 +24,6 @@ from rules.experts.over_ranks import EXPERT_LAYOUTS, EXPERTS_OVER_RANKS, WRITE_O
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.layouts import LAYOUTS
 
-__all__ = ["EXPERTS", "EXPERT_DATA", "EXPERT_ZERO3"]
-
 EXPERTS = Parallelism(
     "experts",
     axis="ep",

@@ -19,8 +19,6 @@ from fxrewrite.ops import has_trait
 from fxrewrite.report import Report
 from fxrewrite.spmd import LOCAL_SHAPES, PLACEMENTS, Shard, SpmdContext, placement_of, redistribute
 
-__all__ = ["WHOLE_HEADS", "WholeHeads"]
-
 
 class WholeHeads:
     """The step that refuses a view of sharded features as heads that the ranks do not divide."""

@@ -16,8 +16,6 @@ from rules.parallel.chunks import CHUNKED_BIASES
 from rules.parallel.heads import WHOLE_HEADS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
 
-__all__ = ["MEGATRON", "MEGATRON_LAYERS", "MEGATRON_SP"]
-
 _ROWS, _COLUMNS = "*.{q,k,v,gate,up}_proj", "*.{o,down}_proj"
 LAYERS = {
     param(f"{_ROWS}{{,.base_layer}}.weight"): Shard(0),

@@ -37,8 +37,6 @@ from rules.parallel.experts import EXPERTS
 from rules.parallel.heads import WHOLE_HEADS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
 
-__all__ = ["IMPLIED", "from_transformers"]
-
 
 def _linear(from_end: int, outer: int = 1) -> Callable[[torch.Tensor], Shard | None]:
     """Of a linear's weight, rows (2 from the end), and then its bias too, or columns (1 from the end)."""

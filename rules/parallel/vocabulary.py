@@ -29,8 +29,6 @@ from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, fake_value, key
 from fxrewrite.spmd import LayoutRule, LayoutRules, Shard, held_as
 
-__all__ = ["VOCABULARY", "VOCABULARY_LAYOUTS", "embed_rows", "lookup_rows", "split_loss", "take_class"]
-
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 

@@ -46,8 +46,6 @@ from fxrewrite.spmd import Call, declare_product
 from rules.tiling.steps import dtype_after, keeps_columns, run_steps, step_of, why_no_step, without_last_cast
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
-__all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
-
 aten = torch.ops.aten
 _FEWEST_ROWS = 256
 """Rows beyond which larger tiles stop being faster."""

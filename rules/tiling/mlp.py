@@ -45,8 +45,6 @@ from fxrewrite.spmd import Call, declare_product
 from rules.tiling.steps import keeps_columns, run_steps, step_of, why_no_step
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
-__all__ = ["Mlp", "mlp_of", "tiled_mlp", "tiled_mlp_rules"]
-
 aten = torch.ops.aten
 
 

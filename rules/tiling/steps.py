@@ -28,8 +28,6 @@ from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, is_random, ke
 from rules.layouts import LAYOUTS
 from rules.layouts.pointwise import broadcast
 
-__all__ = ["dtype_after", "keeps_columns", "run_steps", "step_of", "why_no_step", "without_last_cast"]
-
 _PART, _CAST = "part", "to"
 _OWN: dict[str, Callable[..., torch.Tensor]] = {
     _PART: lambda x, *at: x[..., slice(*at)],

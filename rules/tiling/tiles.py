@@ -12,8 +12,6 @@ import torch
 
 from fxrewrite.graph import Size
 
-__all__ = ["TILE_BYTES", "is_more_than_a_tile", "rows_of_tile", "tiles", "type_of_sums"]
-
 TILE_BYTES = 2**27
 """Bytes that a tile holds by default, of what is never held whole."""
 

@@ -15,8 +15,6 @@ from fxrewrite.spmd import axis_of
 from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
 from tests.dynamo import caught
 
-__all__ = ["OneDevice", "Ranks", "assert_equal_to_one_device", "captured", "on_ranks"]
-
 
 class Ranks(NamedTuple):
     """The program that AutoSP made for ranks, what it reported, and what the ranks computed."""

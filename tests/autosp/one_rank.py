@@ -19,8 +19,6 @@ from autosp_rules.transform import transform
 from fxrewrite.backends import inner_compiler
 from fxrewrite.spmd import axis_of, fix_rank
 
-__all__ = ["differences", "one_rank_backend", "one_rank_group"]
-
 
 @contextmanager
 def one_rank_group(backend: str) -> Generator[None]:

@@ -11,8 +11,6 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-__all__ = ["Partition"]
-
 
 class Partition:
     """The forward and backward graphs into which AOTAutograd cuts a program."""

@@ -6,8 +6,6 @@ import torch.nn.functional as F  # noqa: N812
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.rule import Rule, rule
 
-__all__ = ["SILU", "ZERO", "plan", "scale"]
-
 SILU = rule("act.silu", numerics="reassociates")(lambda x: x * torch.sigmoid(x))
 SILU.replacement(lambda x: F.silu(x))
 

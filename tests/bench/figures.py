@@ -7,8 +7,6 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-__all__ = ["Figures", "Measured", "append", "read"]
-
 
 class Figures(BaseModel, frozen=True):
     """What one step of one way cost on rank 0."""

@@ -17,8 +17,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["Profiled", "allocate_in_pages", "profiled", "resident_peak", "row", "with_quartiles"]
-
 T = TypeVar("T")
 _FORWARD_ENDS = "forward ends"
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-__all__ = ["Turns", "run_in_turns"]
-
 _PATIENCE = dt.timedelta(hours=1)
 
 

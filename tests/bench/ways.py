@@ -38,8 +38,6 @@ from torch.utils.checkpoint import checkpoint
 
 from autosp_rules import autosp
 
-__all__ = ["WAYS", "Step", "is_installed", "llama", "ours"]
-
 _TILES = 8  # of the tuned way
 _TILE_BYTES, _SMALL = 2**22, 2**20
 _CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop", "loss_tile": _TILE_BYTES}

@@ -23,8 +23,6 @@ from rules.attention.operator import RAISE_ATTENTION
 from tests.gpu.card import measured
 from tests.gpu.figures import Figures, Setting
 
-__all__ = ["MASKS", "figures"]
-
 Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The mask of rows [S, 1] and columns [S]."""
 

@@ -14,8 +14,6 @@ import torch
 from tests.bench.measure import profiled
 from tests.gpu.figures import Figures, Setting
 
-__all__ = ["describe", "figures", "measured", "peak_flops", "seconds_of"]
-
 T = TypeVar("T")
 
 _TERAFLOPS: tuple[tuple[str, float], ...] = (

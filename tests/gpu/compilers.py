@@ -24,8 +24,6 @@ from tests.bench.ways import llama
 from tests.gpu.card import measured
 from tests.gpu.figures import Figures, Setting
 
-__all__ = ["figures"]
-
 _ROOT = Path(__file__).parents[2]
 
 

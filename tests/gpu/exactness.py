@@ -23,8 +23,6 @@ from tests.autosp.one_device import captured, on_ranks
 from tests.autosp.one_rank import differences, one_rank_backend, one_rank_group
 from tests.gpu.figures import Figures, Setting
 
-__all__ = ["figures"]
-
 CASES: dict[str, tuple[str, str, float]] = {
     "Llama": ("llama_gqa", "plain", 0.0),
     "GPT-2, dropout": ("gpt2", "plain", 0.1),

@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Figures", "Setting", "write_figures"]
-
 Figures: TypeAlias = Mapping[str, Callable[[], dict[str, Any]]]
 """What measures each figure, by name, in order. `holds` in a result says whether what the figure checks is true."""
 

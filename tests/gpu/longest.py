@@ -28,8 +28,6 @@ from tests.gpu.card import peak_flops
 from tests.gpu.figures import Figures, Setting
 from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step, would_fit
 
-__all__ = ["figures", "search"]
-
 _TILE = 1 << 28
 """Bytes of a tile of logits or of an MLP: the widest, so that each is a product large enough for a card."""
 _CLOSE = 0.04

@@ -15,8 +15,6 @@ import transformers
 
 from tests.gpu.figures import Setting
 
-__all__ = ["RANKS", "SHAPES", "SHORTEST", "Model", "first_step", "would_fit"]
-
 RANKS = 8
 _WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 SHAPES: dict[str, dict[str, Any]] = {

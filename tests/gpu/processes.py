@@ -21,8 +21,6 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, TypeAlias
 
-__all__ = ["Section", "run_section"]
-
 Section: TypeAlias = dict[str, Any]
 """`figures` by name, each a dict or {"error": text}; `left_out`, the names of those that did not fit into the time;
 `seconds`; `error` if the process failed before its first figure."""

@@ -13,8 +13,6 @@ from xml.etree import ElementTree as ET
 
 from tests.gpu.figures import Figures, Setting
 
-__all__ = ["figures"]
-
 _ROOT = Path(__file__).parents[2]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["choose_mask_kernel", "status_of", "table"]
-
 _ORDER = ("failed", "not so", "left out", "ok")
 _SHOWN = ("seconds", "peak", "saved", "largest", "mfu", "longest", "worst", "passed", "compile")
 

@@ -31,8 +31,6 @@ from tests.gpu.card import measured, peak_flops
 from tests.gpu.figures import Figures, Setting
 from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step, would_fit
 
-__all__ = ["figures"]
-
 _SECONDS = 12.0
 """Of one way of one model: no longer sequence is begun after them, compiling not counted."""
 _CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop"}

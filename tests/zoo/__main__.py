@@ -23,8 +23,6 @@ from tests.zoo.models import names
 from tests.zoo.others import others
 from tests.zoo.table import markdown, mesh_markdown, read
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Measures what is missing, then writes the table; 1 where a cell is wrong or failed."""

@@ -17,20 +17,6 @@ from tests.autosp.one_device import captured, on_ranks
 from tests.zoo.models import build, inputs_of
 from tests.zoo.others import others
 
-__all__ = [
-    "ATTENTIONS",
-    "RANKS",
-    "Cell",
-    "NotApplicable",
-    "OneDevice",
-    "Status",
-    "compare",
-    "line_of",
-    "measure",
-    "on_one_device",
-    "relative",
-]
-
 ATTENTIONS = ("sdpa", "eager")
 RANKS = (2, 4)
 LOSS_TOLERANCE, GRAD_TOLERANCE = 1e-6, 1e-9

@@ -23,8 +23,6 @@ from rules.parallel import ZERO3, from_transformers
 from tests.zoo.measure import ATTENTIONS, Cell, NotApplicable, OneDevice, line_of, on_one_device, relative
 from tests.zoo.models import inputs_of
 
-__all__ = ["compare_on_mesh", "measure_on_mesh", "mesh_of", "plan_of"]
-
 TOLERANCE = 1e-9
 
 

@@ -15,8 +15,6 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-__all__ = ["BATCH", "LENGTH", "build", "enlarge_weights", "inputs_of", "names", "tiny_config"]
-
 VOCAB, BATCH, LENGTH = 64, 2, 16
 MOST_PARAMETERS = 2_000_000
 

@@ -15,8 +15,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from autosp_rules import AutoSPConfig
 from tests.zoo.models import BATCH, LENGTH, VOCAB, enlarge_weights, inputs_of, tiny_config
 
-__all__ = ["NanoGPT", "Other", "TorchEncoder", "others"]
-
 Inputs = dict[str, Tensor]
 
 

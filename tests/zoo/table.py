@@ -15,8 +15,6 @@ import transformers
 from tests.zoo.measure import Cell
 from tests.zoo.others import others
 
-__all__ = ["markdown", "mesh_markdown", "read"]
-
 _GATHERED = re.compile(r"gathered: %\S+ .*?(aten::\w+|\w+::\w+).*\(([\d,]+) bytes")
 
 

@@ -17,8 +17,6 @@ import torch._dynamo
 from tests.zoo.measure import measure
 from tests.zoo.mesh import measure_on_mesh
 
-__all__ = ["child", "is_mesh"]
-
 
 def is_mesh(how: str) -> bool:
     """Whether it says the axes of a mesh, and not an attention implementation."""

@@ -13,8 +13,6 @@ from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded
 from fxrewrite.prove.value import SymbolicTensor
 
-__all__ = ["ENTRYWISE"]
-
 
 def _plus(sign: int) -> Meaning:
     def plus(call: SymbolicCall) -> SymbolicTensor:

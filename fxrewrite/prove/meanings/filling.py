@@ -13,8 +13,6 @@ from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, where
 from fxrewrite.prove.value import SymbolicTensor, UnknownError
 
-__all__ = ["FILLING", "convert"]
-
 
 def _fill(call: SymbolicCall, number: Any) -> Any:
     if isinstance(number, SymbolicTensor):

@@ -15,8 +15,6 @@ from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded, where
 from fxrewrite.prove.value import SymbolicTensor
 
-__all__ = ["PRODUCTS"]
-
 
 def _product(call: SymbolicCall) -> Any:
     """Returns a product of matrices or vectors, with what is added to it."""

@@ -15,8 +15,6 @@ from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded
 from fxrewrite.prove.value import SymbolicTensor
 
-__all__ = ["SUMS"]
-
 
 def _sum(call: SymbolicCall) -> SymbolicTensor:
     return call.reduced(call.total)

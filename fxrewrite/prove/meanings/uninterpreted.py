@@ -16,8 +16,6 @@ from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded
 from fxrewrite.prove.value import SymbolicTensor, UnknownError, is_number, items_of, tensors_in
 
-__all__ = ["LOSSES", "of_entries", "of_losses", "of_operands"]
-
 LOSSES = frozenset(
     {
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy", "soft_margin_loss"),

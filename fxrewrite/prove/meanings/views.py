@@ -14,8 +14,6 @@ from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, where
 from fxrewrite.prove.value import At, SymbolicTensor, UnknownError
 
-__all__ = ["VIEWS", "reshape"]
-
 
 def reshape(call: SymbolicCall) -> SymbolicTensor:
     """Returns the entries of the first operand in another shape, in the same order."""

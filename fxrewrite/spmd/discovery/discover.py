@@ -20,8 +20,6 @@ from fxrewrite.spmd.discovery.slices import FoundIndex, Place, SliceTrial, drawn
 from fxrewrite.spmd.discovery.trial import index_map_of
 from fxrewrite.spmd.layouts.rule import LayoutRules
 
-__all__ = ["Comparison", "Discovery", "compare", "discover"]
-
 
 @dataclass(frozen=True, slots=True)
 class Discovery:

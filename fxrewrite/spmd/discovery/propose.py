@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 from fxrewrite.spmd.discovery.samples import TensorSpec
 from fxrewrite.spmd.discovery.slices import FoundIndex, Place, SliceTrial, find_indices, is_close
 
-__all__ = ["Proposal", "place_text"]
-
 _RUN = "n"
 """The name of an index that stands for any number of dimensions."""
 

@@ -12,8 +12,6 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["SampleError", "TensorSpec", "guesses", "parse_call"]
-
 
 class SampleError(FxRewriteError):
     """Sample arguments cannot be read, or an operator cannot be called with any."""

@@ -14,8 +14,6 @@ from fxrewrite import ops
 from fxrewrite.spmd.discovery.samples import SampleError, TensorSpec
 from fxrewrite.torch_versions import attention_that_checks_lengths
 
-__all__ = ["FoundIndex", "Place", "SliceTrial", "drawn", "find_indices", "first_line", "is_close"]
-
 Place: TypeAlias = tuple[int, int]
 """(operand, dimension), with tensor operands counted in the order of the schema; or (result, dimension)."""
 Chunk: TypeAlias = tuple[int, int]

@@ -21,8 +21,6 @@ from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Replicate, Shard, as_placement
 from fxrewrite.spmd.redistribute import redistribute
 
-__all__ = ["PlacementTrial", "free_dims", "index_map_of", "try_placements"]
-
 aten = torch.ops.aten
 
 Apply = Callable[[fx.GraphModule, SpmdContext], Report]

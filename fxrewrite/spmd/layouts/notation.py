@@ -23,8 +23,6 @@ from typing import TypeAlias
 from fxrewrite.graph.sizes import Size, divide_exactly, is_broadcast, is_same_size, product, size_hint
 from fxrewrite.spmd.placement import Placement, Replicate, Shard
 
-__all__ = ["Dim", "IndexMap", "IndexPart", "Terms", "parse", "view_map"]
-
 Dim: TypeAlias = tuple[str, ...]
 """The indices that make up one dimension, outermost first; none for a broadcast dimension."""
 Terms: TypeAlias = tuple[Dim, ...]

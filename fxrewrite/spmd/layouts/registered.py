@@ -10,8 +10,6 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.registry import Registry, RegistryWarning
 from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
 
-__all__ = ["LAYOUT_GROUP", "joined_layouts", "registered_layouts"]
-
 LAYOUT_GROUP = "fxrewrite.layouts"
 """The entry point group under which packages ship layout rules."""
 

@@ -17,8 +17,6 @@ from fxrewrite.ops.schemas import Schema, schemas_of
 from fxrewrite.spmd.layouts.notation import Dim, IndexMap, Notation, parse
 from fxrewrite.spmd.placement import ReduceOp
 
-__all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -7,8 +7,6 @@ import re
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
 
-__all__ = ["layout_table", "with_table"]
-
 _PLACE = re.compile(r"(<!-- layout rules -->\n).*?(<!-- end of layout rules -->)", re.DOTALL)
 
 

@@ -38,8 +38,6 @@ from fxrewrite.spmd.properties import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.virtual import declare_virtual
 
-__all__ = ["BUNDLE_RULES", "bundle"]
-
 aten = torch.ops.aten
 
 

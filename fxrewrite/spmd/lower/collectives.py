@@ -60,8 +60,6 @@ from fxrewrite.spmd.propagation.cotangents import COMPLETE
 from fxrewrite.spmd.properties import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 
-__all__ = ["COLLECTIVE_RULES", "Lowering", "moves", "redistribution", "take_chunk"]
-
 aten = torch.ops.aten
 
 

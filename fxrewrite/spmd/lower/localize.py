@@ -35,8 +35,6 @@ from fxrewrite.spmd.propagation.legal import check_lowered, check_placements
 from fxrewrite.spmd.properties import LOCAL_SHAPES, PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements
 
-__all__ = ["LocalizeShapes"]
-
 
 class LocalizeShapes:
     """The step of a plan that makes shapes local, from the placements that propagation found.

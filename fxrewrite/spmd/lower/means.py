@@ -24,8 +24,6 @@ from fxrewrite.spmd.operators.shared_nodes import size_proxy
 from fxrewrite.spmd.placement import Partial
 from fxrewrite.spmd.properties import LOCAL_SHAPES, PLACEMENTS
 
-__all__ = ["REDUCTIONS", "mean_over_shards"]
-
 aten = torch.ops.aten
 
 

@@ -13,8 +13,6 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.facts import result_placements
 from fxrewrite.spmd.placement import Shard
 
-__all__ = ["RefuseShardedDraws", "draws_on_chunk"]
-
 
 def draws_on_chunk(node: fx.Node) -> bool:
     """Whether the node draws random numbers for the part of a value that one rank holds."""

@@ -23,8 +23,6 @@ from torch.autograd.function import once_differentiable
 from fxrewrite.ops import declare_pure
 from fxrewrite.spmd.group import COLLECTIVES
 
-__all__ = ["GATHER_CAST", "MEAN_GRADIENT", "MEAN_GRADIENTS", "PASS_GRADIENT", "SCALE_GRADIENT"]
-
 
 class _Means(torch.autograd.Function):
     @staticmethod

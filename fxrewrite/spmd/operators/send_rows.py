@@ -23,8 +23,6 @@ from fxrewrite.match import Match
 from fxrewrite.ops import HOST_WAITS, communicates, declare_pure
 from fxrewrite.spmd.group import COLLECTIVES
 
-__all__ = ["SEND_ROWS", "read_size"]
-
 aten = torch.ops.aten
 
 

@@ -14,8 +14,6 @@ from fxrewrite.match import Match
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.placement import Axis, Shard, local_shape
 
-__all__ = ["EntryNodes", "entry_nodes", "first_call", "rank_node", "size_nodes", "size_proxy"]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.placement import Axis, Replicate, Shard
 
-__all__ = ["give_true_gradients"]
-
 aten = torch.ops.aten
 
 

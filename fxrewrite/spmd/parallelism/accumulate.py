@@ -43,19 +43,6 @@ from fxrewrite.spmd.group import COLLECTIVES, axis_of
 from fxrewrite.spmd.parallelism.schedule.buckets import layer_of
 from fxrewrite.spmd.placement import Shard
 
-__all__ = [
-    "Accumulation",
-    "Unreduced",
-    "is_unreduced",
-    "no_sync",
-    "reduce_gradients",
-    "reduce_left",
-    "reduced_gradient",
-    "refuse_unreduced",
-    "unreduced_leaves",
-    "unshared",
-]
-
 _ATTRIBUTE = "_accumulation"
 """The name under which each module that has parameters in shards, and each parameter after `no_sync`, has it."""
 

@@ -49,8 +49,6 @@ from fxrewrite.spmd.price.price import Price
 from fxrewrite.spmd.price.program_price import program_price
 from fxrewrite.spmd.propagation.sites import Placed, Site
 
-__all__ = ["choose_alternatives", "chosen_for", "require_chosen"]
-
 AnyPlan: TypeAlias = "Parallelism | Parallelisms"
 Contexts: TypeAlias = "Callable[[], Mapping[str, SpmdContext]]"
 """Makes what a plan is applied with: a context for each axis, by its name."""

@@ -26,8 +26,6 @@ from fxrewrite.ops import is_parameter
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
 from fxrewrite.spmd.placement import Shard, Zigzag, as_placement
 
-__all__ = ["joined", "joining", "stated_arguments", "without_joined"]
-
 Stated: TypeAlias = "tuple[tuple[str, str, int, int], ...]"
 """Of each statement: the axis, the glob over arguments, the dimension that is cut, and the number of ranks."""
 

@@ -37,8 +37,6 @@ from fxrewrite.spmd.runtime.borders import Border, is_with_loss
 from fxrewrite.spmd.runtime.chunked_tensor import check_dtensors
 from fxrewrite.spmd.runtime.ranks_backend import RanksBackend
 
-__all__ = ["SpmdBackend", "spmd"]
-
 Breaks: TypeAlias = Literal["gather", "dtensor"]
 """What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
 ReturnedOutputs: TypeAlias = Literal["auto", "gather"]

@@ -16,8 +16,6 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
 
-__all__ = ["CapturedCall", "captured_call"]
-
 
 def _part(value: Any, own: Mapping[str, int]) -> Any:
     """What the first rank of axes with own data is called with."""

@@ -34,8 +34,6 @@ from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree, agree_along
 from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram
 
-__all__ = ["Comparison", "RankComparisons"]
-
 _ADVICE = Advice(
     inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
     "rank has its own",

@@ -18,8 +18,6 @@ from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.properties import COLLECTIVE_CALLS
 
-__all__ = ["Sends", "sends"]
-
 KINDS: dict[object, CollectiveKind] = {
     GATHER_CAST: "all_gather",
     SEND_ROWS: "all_to_all",

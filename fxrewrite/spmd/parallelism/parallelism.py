@@ -46,8 +46,6 @@ from fxrewrite.spmd.propagation.propagate import PropagatePlacements
 from fxrewrite.spmd.propagation.sites import Placed, Site, Stored
 from fxrewrite.spmd.properties import COLLECTIVE_CALLS, PLACEMENTS
 
-__all__ = ["Alternatives", "Parallelism", "Parallelisms", "check_axes"]
-
 Data: TypeAlias = Literal["shared", "own"]
 """What the ranks of an axis are called with: the same values, or values of their own."""
 CANONICAL = ("normal_forms", "losses", "attention")

@@ -52,17 +52,6 @@ from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, 
 from fxrewrite.spmd.propagation.sites import Site, Stored, check_matches, held_placement
 from fxrewrite.spmd.runtime.chunked_tensor import ChunkedTensor
 
-__all__ = [
-    "check_buffers",
-    "local_value",
-    "local_values",
-    "shard_parameters",
-    "torch_placements",
-    "whole",
-    "whole_parameters",
-    "without_whole",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["subclassed"]
-
 
 def subclassed(
     make: Callable[..., type[nn.Module]], cls: type[nn.Module], given: tuple[Any, ...], members: Mapping[str, Any]

@@ -18,8 +18,6 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.report import Event
 from fxrewrite.spmd.price.price import Price
 
-__all__ = ["Chosen", "choose"]
-
 
 class Chosen(Event, frozen=True):
     """Of several ways one is chosen: the possible one with the least price, of equals the first."""

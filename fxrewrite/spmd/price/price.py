@@ -16,15 +16,6 @@ from fxrewrite.ops import tensors_of
 from fxrewrite.spmd.group import CollectiveKind
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 
-__all__ = [
-    "FLOPS_PER_BYTE_SENT",
-    "PRICE",
-    "Price",
-    "bytes_held",
-    "collective_bytes",
-    "redistribution_bytes",
-]
-
 FLOPS_PER_BYTE_SENT = 2000.0
 """FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""
 

@@ -15,14 +15,6 @@ from fxrewrite.graph.sizes import Size, product, size_hint
 from fxrewrite.ops import bind, factors, key, operators
 from fxrewrite.spmd.layouts.rule import Call, tensor_of
 
-__all__ = [
-    "ATTENTION_BACKWARD",
-    "backward_operations",
-    "declare_product",
-    "is_product",
-    "operations",
-]
-
 Count = Callable[[Size], int]
 Operations = Callable[[Call, Count], float]
 

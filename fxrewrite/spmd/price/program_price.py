@@ -31,8 +31,6 @@ from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.price.price import PRICE, Price, bytes_held, collective_bytes
 from fxrewrite.spmd.price.products import backward_operations, operations
 
-__all__ = ["program_price"]
-
 
 def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
     """The price of a step of a program that is lowered over all axes of a plan, at the sizes at hand.

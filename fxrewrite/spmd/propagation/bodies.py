@@ -32,8 +32,6 @@ from fxrewrite.spmd.operators.true_gradients import give_true_gradients
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, replicated
 
-__all__ = ["CustomFunctions", "Propagate", "stays_a_sum"]
-
 R = Replicate()
 Propagate: TypeAlias = Callable[[Edit, Mapping[fx.Node, Placement]], dict[fx.Node, Decision]]
 """How the nodes of a body run whose inputs have the given placements."""

@@ -50,8 +50,6 @@ from fxrewrite.spmd.propagation.decision import is_getitem
 from fxrewrite.spmd.propagation.place import RETURNED
 from fxrewrite.spmd.redistribute import redistribute
 
-__all__ = ["COMPLETE", "complete_cotangents", "write_gradients"]
-
 COMPLETE = Fact[bool]("complete cotangent")
 """Of a replicated value: True where its cotangent is complete on every rank."""
 

@@ -13,8 +13,6 @@ from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.layouts.rule import Call, Neutral
 from fxrewrite.spmd.placement import Partial, Placement, ReduceOp, Replicate
 
-__all__ = ["Decision", "is_getitem", "operands_of", "producer_of", "replicated", "spread", "values_of"]
-
 R = Replicate()
 
 

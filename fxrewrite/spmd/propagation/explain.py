@@ -24,8 +24,6 @@ from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.propagation.place import STATED, argument_name
 from fxrewrite.spmd.redistribute import redistribute
 
-__all__ = ["explain_values"]
-
 _SHOWN = 8
 """Steps of a chain that are written out before its end."""
 

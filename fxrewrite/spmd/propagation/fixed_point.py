@@ -28,8 +28,6 @@ from fxrewrite.spmd.propagation.place import HELD, RETURNED
 from fxrewrite.spmd.propagation.relocate import Relocation
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 
-__all__ = ["Preference", "Propagation", "replicated_values"]
-
 R = Replicate()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 """Operators whose result depends on the strides of their operand, and not on its values alone."""

@@ -13,8 +13,6 @@ from fxrewrite.spmd.layouts.rule import Call, LayoutRule
 from fxrewrite.spmd.placement import Axis, Placement, Shard, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, replicated, spread
 
-__all__ = ["IndexedCall", "is_divided"]
-
 
 def is_divided(indices: IndexMap, part: IndexPart, axis: Axis) -> bool:
     """Whether every rank can have a chunk of an index."""

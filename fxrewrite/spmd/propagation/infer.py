@@ -23,8 +23,6 @@ from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_sa
 from fxrewrite.spmd.propagation.decision import operands_of, producer_of, replicated, spread
 from fxrewrite.spmd.virtual import placement_of_virtual
 
-__all__ = ["inferred"]
-
 R = Replicate()
 
 

@@ -17,8 +17,6 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.spmd.facts import placement_of
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Zigzag
 
-__all__ = ["ZIGZAG", "Placements", "input_placements", "placements_of", "write_input_placements"]
-
 ZIGZAG = Fact[Zigzag]("zigzag")
 """Of an input that is placed in chunks: which entries of the caller's value these are, where they are not in order."""
 Placements: TypeAlias = "Mapping[str, AnyPlacement | Zigzag]"

@@ -16,8 +16,6 @@ from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 
-__all__ = ["Insertion"]
-
 
 class Insertion:
     """One walk over the nodes, which changes operands of each where it requires them otherwise than they are.

@@ -28,8 +28,6 @@ from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.infer import inferred
 from fxrewrite.spmd.redistribute import redistribute
 
-__all__ = ["DECIDED", "check_lowered", "check_placements"]
-
 DECIDED = Fact[Decision]("decided")
 """How propagation decided to run a node: required and produced placements. Nodes that rules made since have none."""
 

@@ -64,18 +64,6 @@ from fxrewrite.spmd.propagation.sites import (
 from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import redistribute
 
-__all__ = [
-    "CHUNK",
-    "HELD",
-    "RETURNED",
-    "STATED",
-    "Place",
-    "argument_name",
-    "held_as",
-    "hold_chunks",
-    "input_of",
-]
-
 aten = torch.ops.aten
 HELD = Fact["Placement"]("held")
 """How ranks hold an input of the graph, where that is stated."""

@@ -38,8 +38,6 @@ from fxrewrite.spmd.propagation.insert import Insertion
 from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements, redistribute
 
-__all__ = ["PropagatePlacements"]
-
 R = Replicate()
 
 

@@ -32,8 +32,6 @@ from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.price.products import is_product
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, spread, values_of
 
-__all__ = ["Relocation"]
-
 R = Replicate()
 _LARGEST = 4096
 """Most nodes of a region. A larger one stops growing: a cut of some thousand nodes takes about a second."""

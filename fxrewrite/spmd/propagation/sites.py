@@ -26,22 +26,6 @@ from fxrewrite.spmd.placement import (
     check_placement,
 )
 
-__all__ = [
-    "NothingMatchesError",
-    "Placed",
-    "Site",
-    "Stored",
-    "check_fits",
-    "check_matches",
-    "held_placement",
-    "inputs",
-    "matching",
-    "module_input",
-    "module_output",
-    "outputs",
-    "param",
-]
-
 T = TypeVar("T")
 
 

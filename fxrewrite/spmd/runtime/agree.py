@@ -16,8 +16,6 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import axis_rank, global_ranks, is_fake, store_of
 from fxrewrite.spmd.placement import Axis
 
-__all__ = ["agree", "agree_along", "compiling"]
-
 _GONE = "gone"
 """In place of the digest of a rank that waited for others in vain, and does not come to what they agree on later."""
 _SAME_GRAPHS = (

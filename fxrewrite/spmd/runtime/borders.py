@@ -44,8 +44,6 @@ from fxrewrite.spmd.runtime.deferred import Before, Cut, Used, deferred_gather
 from fxrewrite.spmd.runtime.gradients import change_gradients
 from fxrewrite.spmd.runtime.late_gradients import Tail, detach_outputs
 
-__all__ = ["Border", "Leaving", "is_with_loss"]
-
 Leaving: TypeAlias = Literal["whole", "deferred", "dtensor", "chunk"]
 """How outputs leave that ranks hold in chunks: gathered by the program; gathered when they are first used; as DTensors,
 or gathered where these cannot say how ranks hold them; or as this rank's chunk."""

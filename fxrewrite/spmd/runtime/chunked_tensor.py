@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_leaves
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.torch_versions import DISPATCHES_DTENSOR_SUBCLASSES, TORCH_VERSION
 
-__all__ = ["ChunkedTensor", "check_dtensors", "chunked", "num_chunks", "whole_fake"]
-
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default}
 """Operators whose result shares the memory of their operand, and its chunk."""

@@ -26,8 +26,6 @@ from fxrewrite.spmd.placement import Axis, Shard, num_entries
 from fxrewrite.spmd.runtime.gradients import refuse_second_derivatives
 from fxrewrite.spmd.runtime.late_gradients import Tail
 
-__all__ = ["Before", "Cut", "DeferredGather", "Used", "deferred_gather"]
-
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 Used: TypeAlias = Literal["value", "gradient"]

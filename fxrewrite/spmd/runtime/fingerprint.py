@@ -20,8 +20,6 @@ import torch.distributed as dist
 from fxrewrite.spmd.group import process_group
 from fxrewrite.spmd.placement import Axis
 
-__all__ = ["TOLERANCE", "BackgroundComparison", "fingerprint", "parameter_checksum"]
-
 TOLERANCE = 2e-3
 """Of the mean magnitude of sampled entries: activations that two GPUs compute in bfloat16 differ by less; two batches
 by about 1 / sqrt(sample), 3e-2."""

@@ -20,8 +20,6 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import process_group
 from fxrewrite.spmd.placement import Axis
 
-__all__ = ["change_gradients", "refuse_second_derivatives"]
-
 
 def change_gradients(
     tensors: Sequence[torch.Tensor], factor: float = 1.0, axis: Axis | None = None

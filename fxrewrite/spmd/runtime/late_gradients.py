@@ -29,8 +29,6 @@ from fxrewrite.ops import bodies_of_communicating, is_barrier, is_parameter, is_
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.runtime.gradients import refuse_second_derivatives
 
-__all__ = ["Tail", "detach_outputs"]
-
 aten = torch.ops.aten
 _SMALLER = 4
 """How many times smaller than an output must be what it is computed from: that is what the caller holds in addition."""

@@ -30,14 +30,6 @@ from fxrewrite.spmd.placement import Axis
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 
-__all__ = [
-    "Advice",
-    "DistinctChunks",
-    "RankChecks",
-    "SameProgram",
-    "is_due",
-]
-
 _GENERATORS = "the random number generators, which must draw alike for"
 _SECONDS = 3600.0
 """Timeout in seconds: how long to wait for the slowest rank to finish compiling."""

@@ -21,8 +21,6 @@ from fxrewrite.spmd.placement import Axis
 from fxrewrite.spmd.runtime.agree import compiling
 from fxrewrite.spmd.runtime.borders import Border
 
-__all__ = ["RanksBackend"]
-
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=EventLog)
 P = TypeVar("P", bound="_Settles")

@@ -8,8 +8,6 @@ from typing import Any
 
 from fxrewrite import Literal, Rule, rule
 
-__all__ = ["Case", "Family", "floats"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["LOW", "B", "D", "H", "S", "added", "dense_values", "kept", "results"]
-
 B, H, S, D = 2, 4, 7, 4
 LOW = torch.finfo(torch.float64).min
 

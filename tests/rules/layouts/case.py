@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Args", "Case", "Cases", "b", "case", "f", "g", "i", "many", "z"]
-
 Args = Callable[[int, int, int], tuple[Any, ...]]
 """The arguments of a call for three sizes, each a multiple of the number of ranks."""
 

@@ -13,8 +13,6 @@ from torch._functorch.partitioners import default_partition
 from fxrewrite import RuleSet, normalize
 from fxrewrite.graph import size_hint
 
-__all__ = ["Tiled"]
-
 
 class Tiled:
     """Applies the rules to the one graph of a call, in which the first of them fires once, and runs it by AOTAutograd.

@@ -16,8 +16,6 @@ from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, MEAN_GRADIENTS
 from fxrewrite.spmd.parallelism.schedule.buckets import buckets_of, move_operands, parameter_of
 from fxrewrite.spmd.parallelism.schedule.gathered import depths
 
-__all__ = ["AverageTogether"]
-
 
 class AverageTogether:
     """The step that takes the means of gradients a layer at a time."""

@@ -18,8 +18,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.walk import reached
 
-__all__ = ["buckets_of", "layer_of", "layer_read_by", "move_operands", "parameter_of"]
-
 
 def buckets_of(
     edit: Edit,

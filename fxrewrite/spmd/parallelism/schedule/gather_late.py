@@ -38,8 +38,6 @@ from fxrewrite.spmd.parallelism.schedule.buckets import buckets_of, layer_read_b
 from fxrewrite.spmd.parallelism.schedule.gathered import GATHERS, MEANS, Means, depths, sent_by, take_means
 from fxrewrite.spmd.propagation.place import KEPT
 
-__all__ = ["GatherLate"]
-
 aten = torch.ops.aten
 _WAIT = COLLECTIVES["wait"]
 _regions = itertools.count(1 << 20)

@@ -16,8 +16,6 @@ from fxrewrite.ops import is_parameter, is_pure, memory_written, without_gradien
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT
 
-__all__ = ["GATHERS", "MEANS", "Means", "depths", "sent_by", "take_means"]
-
 GATHERS = (COLLECTIVES["all_gather"], GATHER_CAST)
 Means: TypeAlias = "tuple[tuple[Any, ...], ...]"
 """Of each mean over ranks that is taken of a gradient: the name of the axis, the group, and the number of its ranks."""

@@ -25,8 +25,6 @@ from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, PASS_GRADIENT, SCALE_GRADIENT
 
-__all__ = ["KEEPS", "LocalGradients", "add_leaves", "leaves_of"]
-
 KEEPS = "keeps_gradient"
 """In the metadata of a parameter's placeholder: its gradient leaves the program unreduced."""
 _LEAF, _AXES = "leaf_of", "summed_over"

@@ -29,8 +29,6 @@ from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, PASS_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.parallelism.schedule.gathered import GATHERS, MEANS, Means, depths, sent_by, take_means
 
-__all__ = ["SendLess"]
-
 aten = torch.ops.aten
 _REORDERS = ("aten::reshape", "aten::permute", "aten::contiguous", "aten::narrow")
 """What puts gathered chunks into the order of the whole value, as `lower.collectives` writes it."""
