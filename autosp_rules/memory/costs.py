@@ -32,8 +32,6 @@ ATTENTION_PASSES = 1 + ATTENTION_BACKWARD
 """FLOPs of forward and backward in units of the forward."""
 
 _EXCHANGE = "autosp::exchange"
-SENDERS = {_EXCHANGE: "exchange", "autosp::ring_attention": "ring"}
-"""Operators that send and wait in one, by their names in reports."""
 _SAVES_NOTHING = {_EXCHANGE, *map(key, COLLECTIVES.values())}
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators whose backward reads nothing if this argument is a number."""

@@ -129,6 +129,8 @@ from fxrewrite.spmd.price.products import (
     declare_product as declare_product,
     operations as operations,
 )
+from fxrewrite.spmd.price.report import ProgramReport as ProgramReport, SpmdReport as SpmdReport
+from fxrewrite.spmd.price.sent import Collective as Collective, collectives_of as collectives_of
 from fxrewrite.spmd.propagation.input_placements import Placements as Placements, input_placements as input_placements
 from fxrewrite.spmd.propagation.place import (
     Place as Place,

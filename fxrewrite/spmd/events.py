@@ -112,6 +112,7 @@ class ProductsWhole(Event, frozen=True):
     """Some matrix products, which are what a model's time is made of, run whole on every rank."""
 
     kind: Literal["products whole"] = "products whole"
+    axis: str
     num_whole: int = Field(gt=0)
     num_products: int
     share: float = Field(ge=0, le=1, description="of the operations of all matrix products, those of the whole ones")
@@ -121,7 +122,7 @@ class ProductsWhole(Event, frozen=True):
     def __str__(self) -> str:
         first = f"%{self.first} {self.source}".rstrip()
         return (
-            f"whole: {self.num_whole} of {self.num_products} matrix products run whole on every rank, "
+            f"whole: {self.num_whole} of {self.num_products} matrix products run whole on every rank of {self.axis}, "
             f"{self.share:.1%} of their operations; the first is {first}"
         )
 

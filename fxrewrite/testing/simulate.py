@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.report import Report
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.parallelism.alternatives import chosen_for
 from fxrewrite.spmd.parallelism.captured import captured_call
-from fxrewrite.spmd.parallelism.expect import KINDS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import check_buffers
 from fxrewrite.spmd.placement import Replicate, Shard
+from fxrewrite.spmd.price.report import SpmdReport
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.testing.fake_mesh import fake_mesh
 from fxrewrite.testing.ranks import run_on_ranks
@@ -40,7 +38,6 @@ class Simulated:
         loss_error: of each rank's loss against that of one device, relative; along axes with own data, of their mean.
         grad_errors: of each parameter's gradient the largest difference on any rank, relative to the largest gradient
             of all; infinite where a rank has none, or one that is not a number where one device's is.
-        sent: collectives of the forward program, by axis and kind.
         batch_error: of the mean of the losses of the parts that ranks with own data have, against the loss of the whole
             batch, relative; large where the loss is a sum, or a mean over labels of which parts have different numbers,
             or where it depends on statistics of the batch. 0 where no axis has own data.
@@ -49,12 +46,20 @@ class Simulated:
     """
 
     program: fx.GraphModule
-    report: Report
+    report: SpmdReport
     loss_error: float
     grad_errors: Mapping[str, float]
-    sent: Mapping[str, Mapping[str, int]]
     batch_error: float = 0.0
     num_nan: int = 0
+
+    @property
+    def sent(self) -> dict[str, dict[str, int]]:
+        """How many collectives the forward program has, by axis and kind."""
+        sent: dict[str, dict[str, int]] = {axis: {} for axis in self.report.axes}
+        for collective in self.report.collectives:
+            if collective.direction == "forward":
+                sent[collective.axis][collective.kind] = collective.count
+        return sent
 
     @property
     def grad_error(self) -> float:
@@ -103,7 +108,7 @@ def simulate(
     program = normalized(call.program)
     with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
         plan = chosen_for(plan, program, lambda: contexts(device_mesh))
-        report = plan.plan().apply(program, context=contexts(device_mesh))
+        report = SpmdReport.of(plan.plan().apply(program, context=contexts(device_mesh)), program, mesh)
         parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in call.is_cut]
         held = zip(input_placements(program), parts, strict=True)
         placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(held)}
@@ -127,7 +132,6 @@ def simulate(
         report,
         max(_error(value, wanted, scale) for value in off),
         _grad_errors(model, found),
-        {axis: _sent(program, axis) for axis in mesh},
         _error(whole, wanted, scale) if own else 0.0,
         sum(int(x.isnan().sum()) for x in (wanted, *(p.grad for p in model.parameters() if p.grad is not None))),
     )
@@ -194,8 +198,3 @@ def _is_loss(value: Any) -> bool:
 
 def _loss(outputs: Any) -> torch.Tensor:
     return next(value for value in tree_leaves(outputs) if _is_loss(value))
-
-
-def _sent(program: fx.GraphModule, axis: str) -> dict[str, int]:
-    kinds = (KINDS.get(node.target) for node in program.graph.nodes if node.meta.get("axis") == axis)  # pyright: ignore[reportArgumentType]
-    return dict(Counter(kind for kind in kinds if kind is not None))

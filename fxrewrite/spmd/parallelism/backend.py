@@ -21,7 +21,6 @@ from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.ops import is_parameter
-from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext, contexts
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
@@ -32,6 +31,7 @@ from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, ch
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
 from fxrewrite.spmd.parallelism.schedule.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
+from fxrewrite.spmd.price.report import SpmdReport
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.borders import Border, is_with_loss
 from fxrewrite.spmd.runtime.chunked_tensor import check_dtensors
@@ -83,7 +83,7 @@ class _Program:
             comparison.checks.settle()
 
 
-class SpmdBackend(RanksBackend[Report, _Program]):
+class SpmdBackend(RanksBackend[SpmdReport, _Program]):
     """A backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
 
     Ranks along an axis with `data="shared"` pass the same values, or their chunks of one value where the plan states
@@ -174,7 +174,7 @@ class SpmdBackend(RanksBackend[Report, _Program]):
         self._programs.append(compiled)
         return compiled
 
-    def _lowered(self, gm: fx.GraphModule, border: Border) -> tuple[fx.GraphModule, Report]:
+    def _lowered(self, gm: fx.GraphModule, border: Border) -> tuple[fx.GraphModule, SpmdReport]:
         """The program of every rank, and what was done; the border gets what leaves in chunks."""
         is_part = bool(border.graph_break)
         with few_collections():
@@ -191,8 +191,10 @@ class SpmdBackend(RanksBackend[Report, _Program]):
             lowering = self._lowering or chosen_for(self.plan, program, tried).plan()
             report = lowering.apply(program, context=self._contexts(border, is_part=is_part))
             check_sizes(program)
-        report.events.extend(border.events)
-        return program, report
+        sizes = {member.axis: axis_of(self.mesh, member.axis).size for member in self.plan.members}
+        summary = SpmdReport.of(report, program, sizes)
+        summary.events.extend(border.events)
+        return program, summary.at_break(border.graph_break, border.gathered_bytes)
 
     def _contexts(self, border: Border, *, is_part: bool) -> dict[str, SpmdContext]:
         """What the plan is told of each axis; ranks that share data return to each other what the border says."""

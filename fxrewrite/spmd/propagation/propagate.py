@@ -77,7 +77,7 @@ class PropagatePlacements:
         left = {node: decision for node, decision in decisions.items() if node not in edit.erased}
         _report_gathers_and_draws(left, report)
         if not self.own_inputs:
-            _report_whole_products(left, report)
+            _report_whole_products(left, context.axis, report)
         propagation.functions.write(report, own)
         changes = Insertion(edit, decisions, context.axis, self.name).run()
         # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
@@ -151,7 +151,7 @@ def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node
     return [operand for operand, want in ends if want == R and isinstance(decisions[operand].produced[0], Shard)]
 
 
-def _report_whole_products(decisions: dict[fx.Node, Decision], report: Report) -> None:
+def _report_whole_products(decisions: dict[fx.Node, Decision], axis: Axis, report: Report) -> None:
     """An event for matrix products that every rank computes whole, with their share of all operations: most of the time
     of a model is spent in its products, and sharding saves nothing of these."""
     products = [node for node in decisions if is_product(node)]
@@ -161,6 +161,7 @@ def _report_whole_products(decisions: dict[fx.Node, Decision], report: Report) -
     if whole:
         report.events.append(
             ProductsWhole(
+                axis=axis.name,
                 num_whole=len(whole),
                 num_products=len(products),
                 share=sum(map(operations, whole)) / max(sum(map(operations, products)), 1.0),

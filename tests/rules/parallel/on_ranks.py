@@ -15,8 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from fxrewrite.backends import normalized
 from fxrewrite.graph import input_name
 from fxrewrite.ops import key
-from fxrewrite.report import Report
-from fxrewrite.spmd import Parallelism, Parallelisms, contexts
+from fxrewrite.spmd import SEND_ROWS, Parallelism, Parallelisms, SpmdReport, contexts
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.one_device import captured
 
@@ -33,7 +32,7 @@ class Comparison:
     backward: Counter[str]
     """Collectives of AOTAutograd's backward pass by kind, over all axes."""
     program: fx.GraphModule
-    report: Report
+    report: SpmdReport
     largest_error: float
     """Of gradients, relative to the largest gradient."""
 
@@ -46,7 +45,8 @@ def sent_backward(program: fx.GraphModule, values: list[Any]) -> Counter[str]:
         return make_boxed_func(gm.forward)
 
     def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        found.update(key(node).partition("::")[2] for node in gm.graph.nodes if _is_collective(node))
+        sent = (node for node in gm.graph.nodes if _is_collective(node) or node.target is SEND_ROWS)
+        found.update(key(node).partition("::")[2] for node in sent)
         return run(gm, example_inputs)
 
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -61,6 +61,15 @@ def sent_backward(program: fx.GraphModule, values: list[Any]) -> Counter[str]:
         partition_fn=min_cut_rematerialization_partition,
     )(*local).backward()
     return found
+
+
+_NAMES = {
+    "all_reduce": ("all_reduce",),
+    "all_gather": ("all_gather_into_tensor",),
+    "reduce_scatter": ("reduce_scatter_tensor",),
+    "all_to_all": ("all_to_all_single", "send_rows"),
+}
+"""The operators of each kind of collective."""
 
 
 def _is_collective(node: fx.Node) -> bool:
@@ -85,7 +94,8 @@ def compared(
     program = normalized(gm)
     axes = tuple(member.axis for member in plan.members)
     with fake_mesh((ranks,) * len(axes), axes) as mesh:
-        report = plan.plan().apply(program, context=contexts(mesh))
+        made = plan.plan().apply(program, context=contexts(mesh))
+        report = SpmdReport.of(made, program, dict.fromkeys(axes, ranks))
         run = run_on_ranks(program, values, mesh, backward=0)
         backward = sent_backward(program, values)
     for outputs in run.outputs:
@@ -100,6 +110,11 @@ def compared(
     assert max(errors) < tolerance, max(errors)
     sent = filter(_is_collective, program.graph.nodes)
     forward = Counter((node.meta["axis"], key(node).partition("::")[2]) for node in sent)
+    said = Counter[str]()
+    for collective in report.collectives:
+        if collective.direction != "forward":
+            said[collective.kind] += collective.count
+    assert said == Counter({kind: sum(backward[name] for name in names) for kind, names in _NAMES.items()})
     return Comparison(forward, backward, program, report, max(errors))
 
 

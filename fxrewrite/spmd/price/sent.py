@@ -1,0 +1,192 @@
+"""What ranks send in a step of a lowered program: its collectives forward, computed again, and backward.
+
+The backward pass has the adjoints of collectives that a gradient flows through, and the means that `cotangents`
+writes. What must be computed again there, such as gathered parameters, is sent again. An operator that communicates
+inside says itself what it sends (`PRICE`).
+Complexity: one pass over the nodes in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxrewrite.graph.differentiable import differentiated, passed, requires_gradient
+from fxrewrite.graph.sizes import is_read_from_data, size_hint
+from fxrewrite.ops import Trait, bind, factors, has_trait, is_inexact, key
+from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
+from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
+from fxrewrite.spmd.operators.send_rows import SEND_ROWS
+from fxrewrite.spmd.price.price import PRICE, bytes_held, collective_bytes
+
+Direction: TypeAlias = Literal["forward", "again", "backward"]
+"""When something is sent: `again` is what the backward pass computes again."""
+
+
+class Collective(BaseModel):
+    """All collectives of one kind over one axis, in one direction of a step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(description="all_reduce, all_gather, ..., or the operator that sends inside")
+    axis: str
+    direction: Direction
+    count: int
+    bytes_sent: int = Field(description="bytes that one rank sends, in a ring in which all ranks take part")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind:<16} {self.direction:<9} {self.count:>6} x {self.bytes_sent:>16,} bytes sent per rank and step"
+        )
+
+
+def collectives_of(program: fx.GraphModule, sizes: Mapping[str, int], *, trains: bool) -> list[Collective]:
+    """What a rank sends in a step of a lowered program: one entry for each kind, axis and direction.
+
+    Args:
+        program: of one rank.
+        sizes: how many ranks each axis has, by its name, in the order of the mesh.
+        trains: whether a backward pass follows.
+    """
+    found: dict[tuple[str, Direction, str], list[float]] = {}
+    for one in sent_in(GradientFlow.of(program), sizes):
+        if trains or one.direction == "forward":
+            found.setdefault((one.axis, one.direction, one.kind), []).append(one.num_bytes)
+    order = list(sizes), get_args(Direction)
+    return [
+        Collective(axis=axis, kind=kind, direction=direction, count=len(sent), bytes_sent=sum(map(round, sent)))
+        for (axis, direction, kind), sent in sorted(
+            found.items(), key=lambda entry: (order[0].index(entry[0][0]), order[1].index(entry[0][1]), entry[0][2])
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFlow:
+    """Which values of a program have gradients, and which are computed again for them."""
+
+    nodes: list[fx.Node]
+    through: set[fx.Node]
+    """those that a gradient may flow through"""
+    live: set[fx.Node]
+    """of these, those that one does flow to, from what the program returns"""
+    again: set[fx.Node]
+
+    @classmethod
+    def of(cls, program: fx.GraphModule) -> GradientFlow:
+        nodes = list(program.graph.nodes)
+        through = differentiated(nodes, requires_gradient, _passed)
+        live = _read_by_loss(nodes, through)
+        return cls(nodes, through, live, _computed_again(nodes, through, live))
+
+
+def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:
+    """Of these values, those that a gradient flows back to from what the program returns."""
+    live = set[fx.Node]()
+    for node in reversed(nodes):
+        if node.op == "output" or node in live:
+            live.update(operand for operand in _passed(node) if operand in through)
+    return live
+
+
+def _computed_again(nodes: list[fx.Node], through: set[fx.Node], live: set[fx.Node]) -> set[fx.Node]:
+    """Values that must be computed again for the backward pass, of which an operator reads what they lead to."""
+    again = set[fx.Node]()
+    for node in reversed(nodes):
+        if node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE and any(
+            user in again or (user in live and _reads_in_backward(user, node, through)) for user in node.users
+        ):
+            again.add(node)
+    return again
+
+
+def _reads_in_backward(user: fx.Node, value: fx.Node, through: set[fx.Node]) -> bool:
+    """Whether the backward pass of an operator reads this operand; True where it is not known."""
+    names = factors(user)
+    if names is not None:  # of two factors, each is read for the gradient of the other
+        given = bind(user)
+        return any(given[name] in through for name, other in (names, names[::-1]) if given[other] is value)
+    is_table = key(user) == "aten::embedding" and bind(user)["weight"] is value
+    is_tagged = user.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE  # what reads that is asked in its place
+    return not (is_table or is_tagged or has_trait(user, "saves_nothing", "saves_result", *_MOVES))
+
+
+_MOVES: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand", "permute", "slice", "split")
+"""Traits of operators whose backward pass reads no operand."""
+
+
+def _passed(node: fx.Node) -> Collection[fx.Node]:
+    """The operands that the node's gradient flows to."""
+    if node.target is PASS_GRADIENT:  # the value, of which it is the identity, gets none
+        return [operand for operand in node.args[1:2] if isinstance(operand, fx.Node)]
+    return passed(node)
+
+
+class Sent(NamedTuple):
+    """One collective of a step."""
+
+    kind: str
+    axis: str
+    direction: Direction
+    num_bytes: float
+
+
+def sent_in(flow: GradientFlow, sizes: Mapping[str, int]) -> Iterator[Sent]:
+    """Every collective of a step; where a value is computed again, what it is made of is sent again."""
+    for node in flow.nodes:
+        there, back = _kinds(node, sizes, flow.through)
+        axis = node.meta.get("axis", "")
+        if there is not None:
+            yield Sent(there[0], axis, "forward", there[1])
+            if node in flow.again:
+                yield Sent(there[0], axis, "again", there[1])
+        if back is not None and node in flow.live:
+            yield Sent(back[0], axis, "backward", back[1])
+
+
+_Kind = tuple[str, float]
+"""A kind of collective, and the bytes that a rank sends in it."""
+
+
+def _kinds(node: fx.Node, sizes: Mapping[str, int], through: set[fx.Node]) -> tuple[_Kind | None, _Kind | None]:
+    """What a rank sends in the node, and in its backward pass if a gradient flows to it."""
+    kind = COLLECTIVE_KINDS.get(node.target)
+    if kind is not None:
+        num_ranks, held, adjoint = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0]), ADJOINTS[kind]
+        back = collective_bytes(adjoint, bytes_held(node), num_ranks)
+        return (kind, collective_bytes(kind, held, num_ranks)), (adjoint, back)
+    if node.target is GATHER_CAST:  # sent in the dtype of the result, and reduced in that of the operand
+        num_ranks, held = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0])
+        gathered = bytes_held(node) * (num_ranks - 1) / num_ranks
+        return ("all_gather", gathered), ("reduce_scatter", collective_bytes("all_gather", held, num_ranks))
+    if node.target in (MEAN_GRADIENT, MEAN_GRADIENTS):
+        averaged = [operand for operand in node.all_input_nodes if operand in through]
+        num_ranks = sizes[node.meta["axis"]]
+        return None, ("all_reduce", collective_bytes("all_reduce", sum(map(bytes_held, averaged)), num_ranks))
+    if node.target is SEND_ROWS:
+        forward, backward = _sent_rows(node)
+        return ("all_to_all", forward), ("all_to_all", backward)
+    inside = node.meta.get(PRICE)
+    if inside is not None:
+        name = key(node).rpartition("::")[2]
+        return (name, inside.forward), (name, inside.backward)
+    return None, None
+
+
+def _sent_rows(node: fx.Node) -> tuple[float, float]:
+    given: Any = node.args
+    values, counts, *_ = given
+    num_ranks = int(counts.meta["val"].shape[1])
+    forward = backward = 0.0
+    for operand, result in zip(values, node.meta["val"], strict=True):
+        value = operand.meta["val"]
+        known = result if is_read_from_data(value.numel()) else value  # of one of both, data decide the rows
+        sent = collective_bytes("all_to_all", size_hint(known.numel()) * known.element_size(), num_ranks)
+        forward += sent
+        backward += sent if is_inexact(value) else 0.0
+    return forward, backward
