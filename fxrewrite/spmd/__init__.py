@@ -131,6 +131,7 @@ from fxrewrite.spmd.price.products import (
 )
 from fxrewrite.spmd.price.report import ProgramReport as ProgramReport, SpmdReport as SpmdReport
 from fxrewrite.spmd.price.sent import Collective as Collective, collectives_of as collectives_of
+from fxrewrite.spmd.propagation.decompose import DecomposeUnknown as DecomposeUnknown
 from fxrewrite.spmd.propagation.input_placements import Placements as Placements, input_placements as input_placements
 from fxrewrite.spmd.propagation.place import (
     Place as Place,

@@ -1,6 +1,7 @@
-"""Convolutions: rows of the batch and groups of channels are independent, positions are not.
+"""Convolutions, pools and resampling: rows of the batch and groups of channels are independent, positions are not.
 
     n (g ci) !l..., (g co) ci !k..., +(g co)? -> n (g co) !o...      transposed: weight (g ci) co !k...
+    n... !h !w -> n... i j                                           a pool: channels are independent, too
 
 A depthwise convolution along the sequence, which state space models and linear attention use before their scans, has as
 many groups as channels, so propagation moves the shards to the channels by all-to-all. A dense convolution has one
@@ -11,7 +12,7 @@ are independent: l = (o k).
 from typing import Any
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_same_size
-from rules.layouts.terms import index_map
+from rules.layouts.terms import aten, index_map
 
 
 def convolution(call: Call) -> IndexMap | None:
@@ -70,10 +71,44 @@ def _are_apart(call: Call, dim: int, num_spatial: int) -> bool:
     )
 
 
-LAYOUTS = tuple(
-    LayoutRule(
-        f"layout.{name}{rank}d", (f"aten::{name}{rank}d",), rule, run_args=(("groups", -rank - 1),), neutral="zeros"
+_POOLS = {
+    1: "avg_pool1d adaptive_avg_pool1d max_pool1d upsample_nearest1d upsample_linear1d",
+    2: "avg_pool2d adaptive_avg_pool2d max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+    "_upsample_nearest_exact2d",
+    3: "avg_pool3d adaptive_avg_pool3d max_pool3d upsample_nearest3d upsample_trilinear3d",
+}
+"""Operators whose entries are windows of positions, or resampled ones, by the number of dimensions."""
+_POOLS_WITH_INDICES = {
+    1: "max_pool1d_with_indices adaptive_max_pool1d",
+    2: "max_pool2d_with_indices adaptive_max_pool2d",
+    3: "max_pool3d_with_indices adaptive_max_pool3d",
+}
+
+
+_POSITIONS = {1: "!l", 2: "!h !w", 3: "!d !h !w"}
+_WINDOWS = {1: "i", 2: "i j", 3: "i j k"}
+
+
+def _pools(rank: int) -> tuple[LayoutRule, LayoutRule]:
+    before, after = f"n... {_POSITIONS[rank]}", f"n... {_WINDOWS[rank]}"
+    return (
+        LayoutRule(f"layout.pool{rank}d", aten(_POOLS[rank]), f"{before} -> {after}"),
+        LayoutRule(
+            f"layout.pool_with_indices{rank}d", aten(_POOLS_WITH_INDICES[rank]), f"{before} -> {after}, {after}"
+        ),
     )
-    for name, rule in (("conv", convolution), ("conv_transpose", transposed_convolution))
-    for rank in (1, 2, 3)
+
+
+LAYOUTS = (
+    *(
+        LayoutRule(
+            f"layout.{name}{rank}d", (f"aten::{name}{rank}d",), rule, run_args=(("groups", -rank - 1),), neutral="zeros"
+        )
+        for name, rule in (("conv", convolution), ("conv_transpose", transposed_convolution))
+        for rank in (1, 2, 3)
+    ),
+    *(rule for rank in (1, 2, 3) for rule in _pools(rank)),
+    LayoutRule("layout.shuffle_pixels", aten("pixel_shuffle pixel_unshuffle"), "n... !c !h !w -> n... d i j"),
+    LayoutRule("layout.shuffle_channels", aten("channel_shuffle"), "n !c p... -> n c p..."),
+    LayoutRule("layout.sample_grid", aten("grid_sampler grid_sampler_2d"), "n c !h !w, n i j !x -> n c i j"),
 )

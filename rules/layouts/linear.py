@@ -6,7 +6,7 @@ indices must be whole.
 
 from __future__ import annotations
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_same_size, parse
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Terms, is_same_size, parse
 from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, replaced
 
 
@@ -35,19 +35,6 @@ def tensordot(call: Call) -> IndexMap | None:
         free += [(index,) for dim, index in enumerate(names) if dim not in listed[name]]
     contracted = {f"k{place}" for place in range(len(listed["self"]))}
     return index_map(call, operands, tuple(free), summed=contracted)
-
-
-def kron(call: Call) -> IndexMap | None:
-    """a..., b... -> (a b)..."""
-    after = call.result_shapes()[0]
-    rank = len(after)
-    sizes: dict[str, Size] = {}
-    for name, shape in (("a", call.shape()), ("b", call.shape(1))):
-        sizes |= {f"{name}{rank - len(shape) + dim}": size for dim, size in enumerate(shape)}
-    of_left = indices(rank, "a")[rank - len(call.shape()) :]
-    of_right = indices(rank, "b")[rank - len(call.shape(1)) :]
-    result = tuple(tuple(name for name in (f"a{dim}", f"b{dim}") if name in sizes) for dim in range(rank))
-    return index_map(call, {"self": of_left, "other": of_right}, result, sizes=sizes)
 
 
 def along(call: Call) -> IndexMap | None:
@@ -104,7 +91,6 @@ LAYOUTS = (
     LayoutRule("layout.dot_along", aten("linalg_vecdot"), along, neutral="zeros"),
     LayoutRule("layout.similarity", aten("cosine_similarity pairwise_distance"), along),
     LayoutRule("layout.tensordot", aten("tensordot"), tensordot, neutral="zeros"),
-    LayoutRule("layout.kron", aten("kron"), kron),
     LayoutRule("layout.distances", aten("cdist"), "~b... m !d, ~b... n !d -> b... m n"),
     LayoutRule("layout.solve", aten("linalg_solve_triangular linalg_solve"), solve),
     LayoutRule("layout.einsum", aten("einsum"), einsum, neutral="zeros"),

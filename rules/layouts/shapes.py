@@ -89,19 +89,6 @@ def permute(call: Call) -> IndexMap | None:
     return _reordered(call, dims_of(call, len(call.shape()), "dims"))
 
 
-def reverse(call: Call) -> IndexMap | None:
-    """reverses the order of dimensions"""
-    return _reordered(call, list(reversed(range(len(call.shape())))))
-
-
-def movedim(call: Call) -> IndexMap | None:
-    """moves the dimensions `source` to `destination`; the others keep their order"""
-    rank = len(call.shape())
-    places = dict(zip(dims_of(call, rank, "destination"), dims_of(call, rank, "source"), strict=True))
-    others = iter(dim for dim in range(rank) if dim not in places.values())
-    return _reordered(call, [places[dim] if dim in places else next(others) for dim in range(rank)])
-
-
 def _reordered(call: Call, order: list[int]) -> IndexMap | None:
     terms = indices(len(order))
     return index_map(call, {"self": terms}, tuple(terms[dim] for dim in order))
@@ -156,20 +143,6 @@ def unfold(call: Call) -> IndexMap | None:
     return index_map(call, {"self": terms}, (*replaced(terms, at, ("windows",)), ("w",)))
 
 
-def meshgrid(call: Call) -> IndexMap | None:
-    """a, b, c -> a b c: one result for each operand, all of one shape; with `xy` indexing b comes before a"""
-    count = len(call.operands)
-    if any(len(call.shape(i)) > 1 for i in range(count)):
-        return None
-    terms = indices(count)
-    operands = [terms[i : i + 1] if call.shape(i) else () for i in range(count)]
-    order = list(range(count))
-    if call.args.get("indexing") == "xy" and count > 1:
-        order[:2] = 1, 0
-    result = tuple(terms[dim] for dim in order)
-    return index_map(call, {"tensors": operands}, result)
-
-
 LAYOUTS = (
     LayoutRule("layout.reshape", aten("reshape"), view, shape_arg="shape"),
     LayoutRule("layout.unflatten", aten("unflatten"), view, shape_arg="sizes"),
@@ -181,8 +154,6 @@ LAYOUTS = (
     LayoutRule("layout.repeat_interleave", aten("repeat_interleave"), repeat_interleave),
     LayoutRule("layout.transpose", aten("transpose swapaxes t mT mH adjoint"), transpose),
     LayoutRule("layout.permute", aten("permute"), permute),
-    LayoutRule("layout.reverse", aten("numpy_T matrix_H"), reverse),
-    LayoutRule("layout.movedim", aten("movedim"), movedim),
     LayoutRule("layout.unsqueeze", aten("unsqueeze"), unsqueeze),
     LayoutRule("layout.as_complex", aten("view_as_complex"), "d... !p -> d..."),
     LayoutRule("layout.as_real", aten("view_as_real"), "d... -> d... p"),
@@ -190,5 +161,4 @@ LAYOUTS = (
     LayoutRule("layout.scatter_diagonal", aten("diagonal_scatter"), scatter_diagonal),
     LayoutRule("layout.diag_embed", aten("diag_embed"), diag_embed),
     LayoutRule("layout.unfold", aten("unfold"), unfold),
-    LayoutRule("layout.meshgrid", aten("meshgrid"), meshgrid),
 )

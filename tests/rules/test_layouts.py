@@ -22,6 +22,7 @@ from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     REDUCTIONS,
     Call,
+    DecomposeUnknown,
     LayoutRule,
     LayoutRules,
     LocalizeShapes,
@@ -39,7 +40,7 @@ from fxrewrite.spmd.discovery.trial import index_map_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.layouts import LAYOUTS
-from tests.rules.layouts import attention, convolutions, pointwise, products, reductions, shapes
+from tests.rules.layouts import attention, composite, convolutions, pointwise, products, reductions, shapes
 from tests.rules.layouts.case import Case, Cases, f, i
 from tests.versions import NO_DERIVATIVE
 
@@ -52,6 +53,7 @@ aten = torch.ops.aten
 PLAN = RuleSet(
     "check",
     NORMAL_FORMS,
+    DecomposeUnknown("decompose", LAYOUTS),
     PropagatePlacements("layouts", LAYOUTS),
     REDUCTIONS,
     LocalizeShapes("shapes", LAYOUTS),
@@ -64,6 +66,7 @@ CASES: Cases = {
     **shapes.CASES,
     **attention.CASES,
     **convolutions.CASES,
+    **composite.CASES,
 }
 SIZES = (4, 6, 10)
 """For two ranks: all different, and no chunk of length one."""

@@ -41,6 +41,7 @@ from fxrewrite.spmd.parallelism.expect import Sends
 from fxrewrite.spmd.parallelism.schedule import SCHEDULE
 from fxrewrite.spmd.placement import Replicate, as_placement, check_num_ranks
 from fxrewrite.spmd.price.choice import Chosen
+from fxrewrite.spmd.propagation.decompose import DecomposeUnknown
 from fxrewrite.spmd.propagation.place import Place
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements
 from fxrewrite.spmd.propagation.sites import Placed, Site, Stored
@@ -279,7 +280,11 @@ class Parallelism:
         return RuleSet(
             self.name,
             *chosen,
-            RuleSet(f"{self.name}.canonicalize", *(shipped[name] for name in CANONICAL)),
+            RuleSet(
+                f"{self.name}.canonicalize",
+                *(shipped[name] for name in CANONICAL),
+                DecomposeUnknown(f"{self.name}.decompose_unknown", layouts),
+            ),
             *(() if is_own else (shipped[name] for name in DRAWS)),
             Place(f"{self.name}.place", self.place),
             *(shipped[name] for name in AFTER_PLACEMENTS),

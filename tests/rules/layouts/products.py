@@ -58,7 +58,6 @@ CASES: Cases = {
         case(lambda a, b, c: (f(a, b, c), f(c, 3, b), [1, 2], [2, 0])),
         case(lambda a, b, c: (f(a, 3), f(b, c), [], [])),
     ],
-    "kron": [case(lambda a, b, c: (f(a, 3), f(b, c))), case(lambda a, b, c: (f(a), f(b, c)))],
     "cdist": [case(lambda a, b, c: (f(a, b, 3), f(a, c, 3))), case(lambda a, b, c: (f(a, 3, b), f(c, b)), "0.2 1.1")],
     **many(
         "linalg_solve_triangular",

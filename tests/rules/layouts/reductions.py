@@ -44,6 +44,7 @@ CASES: Cases = {
         case(lambda a, b, c: (f(a, c),), "0.0 0.1"),
     ),
     **many("median nanmedian", case(lambda a, b, c: (f(a, c), 1), "0.1"), case(lambda a, b, c: (f(a, c),), "0.0 0.1")),
+    **many("quantile nanquantile", case(lambda a, b, c: (f(a, c), 0.3, 1), "0.1")),
     "mode": [case(lambda a, b, c: (f(a, c), 1), "0.1")],
     "kthvalue": [case(lambda a, b, c: (f(a, c), 1, 0, True), "0.0")],
     "nanmean": [case(lambda a, b, c: (f(a, c), [1]), "0.1")],
