@@ -39,12 +39,14 @@ CHUNKS = {
     module_input("*.{self_attn,mlp}"): Replicate(),
 }
 
+_MIXTURES = 'of a mixture of experts, from_transformers(model, "tp") cuts the experts, too'
+
 MEGATRON_LAYERS = Parallelism(
     "megatron_layers",
     axis="tp",
     place=LAYERS,
     placed=[WHOLE_HEADS],
-    expect=[sends(within="*layers.*", but=_ADAPTERS, all_reduce=2)],
+    expect=[sends(within="*layers.*", but=_ADAPTERS, all_reduce=2, hint=_MIXTURES)],
 )
 MEGATRON = replace(
     MEGATRON_LAYERS, name="megatron", place=LAYERS | ENDS, rules=[VOCABULARY], layouts=tuple(VOCABULARY_LAYOUTS)
@@ -54,5 +56,5 @@ MEGATRON_SP = replace(
     name="megatron_sp",
     place=LAYERS | ENDS | CHUNKS,
     rules=[VOCABULARY, CHUNKED_BIASES],
-    expect=[sends(within="*layers.*", but=_ADAPTERS, all_gather=2, reduce_scatter=2)],
+    expect=[sends(within="*layers.*", but=_ADAPTERS, all_gather=2, reduce_scatter=2, hint=_MIXTURES)],
 )

@@ -39,6 +39,7 @@ class Sends:
             hold each other, has so many. By default the whole program.
         but: a glob over modules in which collectives are not counted, such as adapters.
         all_reduce, all_gather, reduce_scatter, all_to_all: how many.
+        hint: what to do where there are others, if the author of the plan knows models that are so.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Sends:
         all_gather: int = 0,
         reduce_scatter: int = 0,
         all_to_all: int = 0,
+        hint: str = "",
     ) -> None:
         counts: dict[CollectiveKind, int] = {
             "all_reduce": all_reduce,
@@ -60,7 +62,7 @@ class Sends:
         for kind, count in counts.items():
             if not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"sends: {kind}={count!r} is not a number of collectives")
-        self.within, self.counts, self.but = within, counts, but
+        self.within, self.counts, self.but, self.hint = within, counts, but, hint
         self.name = f"expect {self.text()}"
         self.needs = (COLLECTIVE_CALLS,)
 
@@ -99,7 +101,7 @@ class Sends:
                         f"expected ({self.text()}){':' if lines else ''}{lines}\n"
                         f"fxrewrite.testing.explain_placement(model, inputs, plan, mesh, {module or '*'!r}) says why; "
                         f"{_CAUSES[counts[kind] > expected]}: dataclasses.replace(plan, expect=[...]), or () to count "
-                        "nothing"
+                        f"nothing{'; ' if self.hint else ''}{self.hint}"
                     )
         return 0
 

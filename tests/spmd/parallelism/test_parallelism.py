@@ -278,7 +278,11 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(0, uneven=True)}), "cannot be held as")
     refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(True)}), r"Shard\(True\): a dimension is an int")
     refused(mesh, replace(TENSOR, axis="pp"), "over axis 'pp', and the mesh has")
-    refused(mesh, replace(TENSOR, expect=[sends(all_reduce=3)]), "has 2 all_reduce over tp, and 3 are expected")
+    refused(
+        mesh,
+        replace(TENSOR, expect=[sends(all_reduce=3, hint="cut more")]),
+        "(?s)has 2 all_reduce over tp, and 3 are expected.*; cut more",
+    )
     refused(
         mesh,
         replace(TENSOR, expect=[sends(within="blocks.*")]),
