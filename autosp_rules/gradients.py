@@ -51,7 +51,16 @@ class GradientPlan:
         trained = [p for p in parameters if p.requires_grad]
         found = gradient_reductions(trained) if trained else []
         engine = deepspeed_reduction() if trained and not found else None
-        plans = [_plan_for(reduction, axis) for reduction in [*found, *([engine] if engine else [])]]
+        hooked = next((reduction for reduction in found if reduction.hook), None)
+        if hooked is not None and option == "auto":
+            raise AutoSPError.of(
+                f"{hooked.by} over ranks {sorted(hooked.ranks)} lets {hooked.hook} reduce gradients, and whether that "
+                "averages them is not known",
+                hint="state it: gradients='mean' if it averages over all ranks, 'sum' if it adds up those of axis "
+                f"{axis.name}, 'done' if it leaves that axis out",
+            )
+        known = [reduction for reduction in found if not reduction.hook]
+        plans = [_plan_for(reduction, axis) for reduction in [*known, *([engine] if engine else [])]]
         if len({(plan.reduced, plan.factor) for plan in plans}) > 1:
             raise AutoSPError.of(
                 f"parameters of one graph are under {' and '.join(plan.why for plan in plans)}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class GradientReduction:
     ranks: frozenset[int]
     """Ranks of the default process group."""
     factor: float
+    hook: str = ""
+    """The function of the caller's that reduces in the wrapper's place, in a way that is not known; or ''."""
 
     @property
     def is_mean(self) -> bool:
@@ -69,7 +71,19 @@ def _of_ddp(known: set[int]) -> list[GradientReduction]:
     if module is None or known.isdisjoint(map(id, module.parameters())):
         return []
     ranks = dist.get_process_group_ranks(module.process_group)
-    return [GradientReduction("DistributedDataParallel", frozenset(ranks), 1 / len(ranks))]
+    hook = next((_name_of(hook) for hook, _ in module._comm_hooks if not _averages(hook)), "")
+    return [GradientReduction("DistributedDataParallel", frozenset(ranks), 1 / len(ranks), hook)]
+
+
+def _averages(hook: Callable[..., Any]) -> bool:
+    """Whether torch ships the communication hook, and what it wraps: these average as the wrapper does."""
+    inside = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())
+    is_of_torch = (getattr(hook, "__module__", None) or "").partition(".")[0] == "torch"
+    return is_of_torch and all(_averages(one) for one in inside if isinstance(one, FunctionType))
+
+
+def _name_of(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def _of_fsdp1() -> list[GradientReduction]:
@@ -86,7 +100,9 @@ def _of_fsdp1() -> list[GradientReduction]:
         if frame.f_code.co_name == "forward" and isinstance(module, FullyShardedDataParallel):
             is_hybrid = module.sharding_strategy in hybrid  # reduces within and across groups, which cover all ranks
             ranks = range(dist.get_world_size()) if is_hybrid else dist.get_process_group_ranks(module.process_group)
-            found.append(GradientReduction("FullyShardedDataParallel", frozenset(ranks), 1 / len(ranks)))
+            own = module._comm_hook
+            hook = "" if own is None or _averages(own) else _name_of(own)
+            found.append(GradientReduction("FullyShardedDataParallel", frozenset(ranks), 1 / len(ranks), hook))
         frame = frame.f_back
     return found
 

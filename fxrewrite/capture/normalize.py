@@ -32,7 +32,7 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import is_parameter, is_per_rank
+from fxrewrite.ops import is_parameter, is_per_rank, without_saved_tensors_hooks
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
@@ -114,10 +114,13 @@ def _traced_once(program: Callable[[], _Inliner], placeholders: Sequence[fx.Node
 
 
 def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModule:
-    """Traces the program on the placeholders' fake values; the graph's placeholders keep their names and metadata."""
+    """Traces the program on the placeholders' fake values; the graph's placeholders keep their names and metadata.
+
+    The caller's hooks for saved tensors, as of a checkpoint around the compiled call, see nothing of it.
+    """
     inputs = [_fake_value(node) for node in placeholders]
     try:
-        with fx_traceback.preserve_node_meta():
+        with fx_traceback.preserve_node_meta(), without_saved_tensors_hooks():
             traced = make_fx(program.run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
     except FxRewriteError:
         raise

@@ -74,14 +74,19 @@ class FakeValues:
             seen = self._seen[id(value)] = value, ("fake", number)
         return seen[1]
 
-    def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
+    def run_with(
+        self, node: fx.Node, values: Mapping[fx.Node, Any], *, saving: Callable[[torch.Tensor], Any] | None = None
+    ) -> Any:
+        """Returns the result of a node if some inputs had these values, and the others their own; changes nothing.
+
+        `saving` is called with what autograd saves.
+        """
 
         def value_of(used: fx.Node) -> Any:
             return tree_map_only(FakeTensor, self._adopted, values[used]) if used in values else self._of_input(used)
 
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
-        return self._call(node.target, args, kwargs, ops.autocasts_at(node))
+        return self._call(node.target, args, kwargs, ops.autocasts_at(node), saving)
 
     def saved_for_backward(self, node: fx.Node) -> list[fx.Node]:
         """Returns which of a node and its inputs autograd saves; all of these if the node cannot be run."""
@@ -90,8 +95,7 @@ class FakeValues:
         try:
             leaf = _leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
             given = {used: tree_map_only(torch.Tensor, leaf, self._of_input(used)) for used in candidates[1:]}
-            with torch.autograd.graph.saved_tensors_hooks(saved.append, torch.zeros_like):
-                result = self.run_with(node, given)
+            result = self.run_with(node, given, saving=saved.append)
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return candidates
         memory = ops.storages_in(saved)
@@ -121,8 +125,18 @@ class FakeValues:
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return None
 
-    def _call(self, target: Any, args: Any, kwargs: Any, autocasts: Sequence[tuple[Any, ...]]) -> Any:
-        """Calls the target on fake values, under the graph's own mode and autocasts, and without adding guards."""
+    def _call(
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        autocasts: Sequence[tuple[Any, ...]],
+        saving: Callable[[torch.Tensor], Any] | None = None,
+    ) -> Any:
+        """Calls the target on fake values, under the graph's own mode and autocasts, and without adding guards.
+
+        The caller's hooks for saved tensors, as of a checkpoint around the compiled call, see nothing of it.
+        """
         mode = self.mode
         assert mode is not None
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
@@ -132,6 +146,9 @@ class FakeValues:
         is_one = ops.has_trait(ops.key(target), "reshape") and _has_traced_one((args, kwargs))
         any_length = reshapes_of_any_length() if is_one else contextlib.nullcontext()
         with contextlib.ExitStack() as stack, mode, quiet, uncached, symbolic_kernels(), any_length:
+            stack.enter_context(ops.without_saved_tensors_hooks())
+            if saving is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saving, torch.zeros_like))
             for region in autocasts:
                 stack.enter_context(torch.autocast(*region, cache_enabled=False))
             if isinstance(target, torch._ops.HigherOrderOperator):

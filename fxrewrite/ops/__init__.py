@@ -15,6 +15,7 @@ from fxrewrite.ops.communicating import (
     bodies_of_communicating as bodies_of_communicating,
     communicates as communicates,
     vjp_inside as vjp_inside,
+    without_saved_tensors_hooks as without_saved_tensors_hooks,
 )
 from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random, may_draw as may_draw
 from fxrewrite.ops.effects import (

@@ -67,14 +67,23 @@ def vjp_inside(
 @contextmanager
 def _with_autograd() -> Generator[None]:
     """Switches autograd on, which is off in the body of an operator, and takes hooks for saved tensors off."""
+    with (
+        without_saved_tensors_hooks(),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
+    ):
+        yield
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Generator[None]:
+    """Takes the caller's hooks for saved tensors off, which are for what its own computation saves."""
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     hooks: list[Any] = []
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
         autograd._pop_saved_tensors_default_hooks()
     try:
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-            yield
+        yield
     finally:
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)

@@ -58,6 +58,21 @@ def _ddp(run: Run, **options: Any) -> Any:
     return DistributedDataParallel(run.compiled(), **options)
 
 
+def _add_up(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+_add_up.__annotations__ = {}  # torch compares them with classes, and here they are text
+
+
+def _ddp_that_adds_up(run: Run) -> Any:
+    wrapped = _ddp(run)
+    wrapped.register_comm_hook(None, _add_up)
+    return wrapped
+
+
 def _ddp_compiled(run: Run) -> Any:
     return torch.compile(DistributedDataParallel(run.model, bucket_cap_mb=1), backend=run.backend)
 
@@ -185,6 +200,7 @@ CASES: dict[str, Case] = {
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
     "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1, ranks=4),
     "DDP over dp alone, gradients='mean'": Case(_over_dp, options={"gradients": "mean"}, ranks=4),
+    "DDP that adds up, gradients='sum'": Case(_ddp_that_adds_up, options={"gradients": "sum"}, graphs=1),
     "DDP, optimizer states in shards": Case(_ddp, optimizer=_zero1, clip=0.5, graphs=1),
     "FSDP, accumulation, clipping": Case(_fsdp, accumulate=2, clip=0.5, graphs=1),
     "FSDP over dp alone": Case(lambda run: _fsdp(run, run.mesh["dp"]), graphs=1, ranks=4),

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from autosp_rules import AutoSPError, gradients as module
 from autosp_rules.gradients import GradientPlan
-from fxrewrite.backends import GradientReduction
+from fxrewrite.backends import GradientReduction, gradient_reductions
 from fxrewrite.spmd import axis_of, fingerprint, parameter_checksum
 from fxrewrite.testing import fake_mesh
 from tests.autosp.one_device import assert_equal_to_one_device
@@ -63,8 +64,43 @@ def test_a_wrapper_decides(
 def test_a_setting_decides_where_no_wrapper_is_known(
     monkeypatch: pytest.MonkeyPatch, option: str, reduced: bool, scale: float
 ) -> None:
-    found = plan(monkeypatch, None, option)
-    assert (found.reduced, found.factor) == (reduced, scale)
+    for reduction in (None, GradientReduction("DistributedDataParallel", ALL, 1 / 4, hook="add_up")):
+        found = plan(monkeypatch, reduction, option)
+        assert (found.reduced, found.factor) == (reduced, scale)
+
+
+def _add_up(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+_add_up.__annotations__ = {}  # torch compares them with classes, and here they are text
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (default_hooks.allreduce_hook, ""),
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), ""),
+        (_add_up, "_add_up"),
+        (default_hooks.fp16_compress_wrapper(_add_up), "fp16_compress_wrapper.<locals>.fp16_compress_wrapper_hook"),
+    ],
+    ids=["averages", "averages what is compressed", "one's own", "one's own, of what is compressed"],
+)
+def test_hooks_that_torch_does_not_ship_are_unknown(hook: Any, said: str) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.extend(gradient_reductions(list(self.parameters())))
+            return super().forward(x)
+
+    found = list[GradientReduction]()
+    with fake_mesh((2,), ("sp",)):
+        wrapped = nn.parallel.DistributedDataParallel(Model(2, 2))
+        wrapped.register_comm_hook(None, hook)
+        wrapped(torch.ones(1, 2))
+    (reduction,) = found
+    assert (reduction.hook, reduction.is_mean) == (said, True)
 
 
 REFUSED = {
@@ -83,6 +119,11 @@ REFUSED = {
         "auto",
         GradientReduction("fully_shard", frozenset((2, 3)), 1 / 2),
         r"covers \[\] of the ranks \[0, 1\]",
+    ),
+    "a hook of one's own": (
+        "auto",
+        GradientReduction("DistributedDataParallel", ALL, 1 / 4, hook="add_up"),
+        "lets add_up reduce gradients, and whether that averages them is not known; state it: gradients='mean' if",
     ),
     "an odd divisor": ("auto", GradientReduction("fully_shard", ALL, 1 / 3), "divides gradients by 3: neither all 4"),
 }

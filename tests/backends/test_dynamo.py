@@ -75,14 +75,17 @@ def test_the_inner_backend_gets_the_rewritten_graph_and_dynamos_inputs(graph: An
 
 @pytest.mark.parametrize("graph", ["torch", "aten"])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_gradients_are_those_of_the_model(graph: Any, inner: str) -> None:
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
+def test_gradients_are_those_of_the_model(graph: Any, inner: str, *, is_recomputed: bool) -> None:
+    """A checkpoint around the compiled call counts what is saved: compiling, in the first call, must save nothing."""
     model = Gated().double()
     x, y = (torch.arange(6.0, dtype=torch.float64).reshape(2, 3).requires_grad_() for _ in range(2))
     model(y).sum().backward()
     expected = [y.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
     backend = RewritingBackend(plan().apply, inner, graph=graph)
-    torch.compile(model, backend=backend)(x).sum().backward()
+    compiled = torch.compile(model, backend=backend)
+    (checkpoint(compiled, x, use_reentrant=False) if is_recomputed else compiled(x)).sum().backward()
     torch.testing.assert_close([x.grad, *(p.grad for p in model.parameters())], expected)
     assert backend.reports[0].rewrites == 1
 
