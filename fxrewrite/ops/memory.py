@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import fx
@@ -115,16 +116,16 @@ def may_overlap_itself(node: fx.Node) -> bool:
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Judges by strides, and adds no guard; of symbolic strides only 0 is known to repeat an entry."""
-    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    if any(
-        isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size < 2) for stride, size in dims
-    ):
-        return not any(isinstance(size, int) and size == 0 for _, size in dims)
-    known = sorted(dim for dim in dims if all(isinstance(number, int) for number in dim) and dim[1] > 1)
-    if len(known) < len([dim for dim in dims if not isinstance(dim[1], int) or dim[1] != 1]):
-        return False  # some entry is symbolic, or there are no entries
+    dims: list[tuple[Any, Any]] = [*zip(tensor.stride(), tensor.shape, strict=True)]
+    if any(size == 0 for _, size in dims if isinstance(size, int)):
+        return False
+    repeated = [dim for dim in dims if not (isinstance(dim[1], int) and dim[1] == 1)]
+    if any(isinstance(stride, int) and stride == 0 for stride, _ in repeated):
+        return True
+    if not all(isinstance(number, int) for dim in repeated for number in dim):
+        return False
     last = 0
-    for stride, size in known:
+    for stride, size in sorted(repeated):
         if stride <= last:
             return True
         last += stride * (size - 1)

@@ -17,6 +17,7 @@ from fxrewrite.pattern.terms import (
     Each,
     Either,
     ListOf,
+    LiteralValue,
     Maybe,
     Op,
     Siblings,
@@ -103,6 +104,11 @@ class Pattern:
         if not self.outputs:
             raise RuleDefinitionError("a pattern needs an output")
         for output in self.outputs:
+            if isinstance(output, (LiteralValue, ListOf)):
+                value = output.value if isinstance(output, LiteralValue) else []
+                found = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else term_text(output)
+                missing = "; is its `return` missing?" if value is None else ""
+                raise RuleDefinitionError(f"a pattern gives a call, or a tuple of calls, not {found}{missing}")
             if not _is_anchored(output):
                 raise RuleDefinitionError(
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
