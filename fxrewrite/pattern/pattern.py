@@ -36,6 +36,9 @@ from fxrewrite.pattern.where.numbers import Relation
 
 _PASSED = ("node", "param", "any")
 """Kinds of captures that may be outputs."""
+_ARITHMETIC = frozenset(
+    f"aten::{name}" for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "neg", "rsub")
+)
 ROOT = "root"
 """Name of the first output in constraints and replacements."""
 
@@ -67,6 +70,7 @@ class Pattern:
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         self._check_outputs()
+        self._check_numbers()
         self._check_siblings()
         self._check_lists()
         self._check_where(self._checked_kinds())
@@ -99,6 +103,19 @@ class Pattern:
             }
             object.__setattr__(self, "through", self.through or tuple(passed.items()))
             object.__setattr__(self, "outputs", tuple(t for i, t in enumerate(self.outputs) if i not in passed))
+
+    def _check_numbers(self) -> None:
+        """Refuses arithmetic on captured numbers alone: a graph holds its result, and no call."""
+        for term in (found for output in self.outputs for found in subterms(output)):
+            if (
+                isinstance(term, Op)
+                and term.key in _ARITHMETIC
+                and all(_is_known_number(part) for _, part in term.args)
+            ):
+                raise RuleDefinitionError(
+                    f"{term_text(term)} is computed of captured numbers, and a graph holds the result alone; capture "
+                    'that as another Literal, and relate them in where, as "m == n * 2"'
+                )
 
     def _check_outputs(self) -> None:
         if not self.outputs:
@@ -211,6 +228,10 @@ def _listed(where: Iterable[Any]) -> tuple[Any, ...]:
         found = where if isinstance(where, str) else wrong[0]
         raise RuleDefinitionError(f"where takes a list of constraints, or of their texts, not {found!r}")
     return items
+
+
+def _is_known_number(term: Term) -> bool:
+    return isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
 
 
 def _is_anchored(term: Term) -> bool:

@@ -158,6 +158,10 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         (lambda x: x.add_(1), "aten::add_ in a pattern writes to memory"),
         (lambda x: F.relu(x, inplace=True), "aten::relu_ in a pattern writes to memory"),
         (lambda x: x, "must be an operator: it would match every node"),
+        (
+            lambda x: op("view", x, [op("mul", cap("n", Literal), cap("d", Literal)), -1]),
+            r"mul\(lit\(n\), lit\(d\)\) is computed of captured numbers.* relate them in where",
+        ),
         (lambda x: None, "a pattern gives a call, or a tuple of calls, not None; is its `return` missing?"),
         (lambda x: [torch.relu(x), torch.exp(x)], "a pattern gives a call, or a tuple of calls, not a list"),
         (lambda x: {"y": torch.relu(x)}, "a pattern gives a call, or a tuple of calls, not a dict"),
