@@ -69,6 +69,17 @@ def simulated(plan: Any, mesh: Any) -> object:
     return simulate(torch.nn.Linear(2, 2), {"input": torch.rand(2, 2)}, plan, mesh)
 
 
+def under_no_grad(x: Any) -> Any:
+    with torch.no_grad():
+        y = torch.tanh(x)
+    return x + y
+
+
+def under_autocast(x: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.matmul(x, x).float()
+
+
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "join a plan": (lambda: SIGNS | PLAN, "a | b puts the rules of two sets into one sweep.* write a >> b"),
     "join to a plan": (lambda: PLAN | SIGNS, "a | b puts the rules of two sets into one sweep.* write a >> b"),
@@ -97,6 +108,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a constant": (
         lambda: negate(lambda x: x * torch.ones(2)).apply(graph()),
         r"signs.negate: a replacement used a tensor that is not a value of the graph \(float32\[2\]\).*, at %neg_1",
+    ),
+    "inputs without names": (
+        lambda: simulate(torch.nn.Linear(2, 2), [torch.rand(2, 2)], MINE, {"tp": 2}),  # pyright: ignore[reportArgumentType]
+        "inputs are arguments by name, {'x': tensor}, not a list",
+    ),
+    "a mode in a replacement": (
+        lambda: negate(under_no_grad).apply(graph()),
+        r"signs.negate: a replacement calls .*tanh.* as under torch.no_grad\(\).*; write x.detach\(\) .*, at %neg_1",
+    ),
+    "a cast that autocast makes": (
+        lambda: negate(under_autocast).apply(graph()),
+        r"signs.negate: a replacement calls .*matmul in a mode of its own.* and casts as x.to\(dtype\), at %neg_1",
     ),
     "no such capture": (
         lambda: negate(lambda match: match["y"]).apply(graph()),

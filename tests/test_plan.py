@@ -23,7 +23,7 @@ from fxrewrite.errors import (
     refuse,
 )
 from fxrewrite.graph.edit import Edit
-from fxrewrite.pattern import Pattern, cap, op, where
+from fxrewrite.pattern import Literal, Pattern, cap, op, where
 from fxrewrite.plan import Plan, RuleSet, Step
 from fxrewrite.report import Note, Report
 from fxrewrite.rule import Rule, rule
@@ -179,6 +179,63 @@ def test_an_output_that_newly_shares_memory_is_copied(trace: Callable[..., fx.Gr
     x = torch.ones(2)
     gm(x)[0].add_(1)
     assert x.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("trace", [lambda f, x: fx.symbolic_trace(f), traced])
+def test_an_output_that_newly_repeats_its_entries_is_copied(trace: Callable[..., fx.GraphModule]) -> None:
+    """What the caller writes to a row of `repeat` is in that row alone; rows of `expand` are one place in memory."""
+
+    def pattern(x: Any, n: Literal) -> Any:
+        return torch.exp(x).repeat(n, 1)
+
+    expand = rule("repeat.expand", where=["n > 0"])(pattern)
+    expand.replacement(lambda x, n: torch.exp(x).expand(n, -1))
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, z = torch.exp(x).repeat(3, 1), torch.exp(x).repeat(2, 1)
+        return y, z[0], torch.exp(x).repeat(4, 1) + 1
+
+    gm = trace(model, torch.zeros(1, 2))
+    assert RuleSet("s", expand).once().apply(gm).rewrites == 3
+    y, row, _ = gm(torch.zeros(1, 2))
+    y[0].add_(1)
+    assert (y.tolist(), row.tolist()) == ([[2, 2], [1, 1], [1, 1]], [1, 1])
+    copies = [node for node in gm.graph.nodes if node.name.startswith(("clone", "fresh"))]
+    assert len(copies) == (1 if trace is traced else 2)  # without values, the row might repeat its entries as well
+
+
+def test_views_of_an_output_that_newly_repeats_its_entries_stay_views() -> None:
+    expand = rule("exp.repeat")(lambda x: torch.exp(x).repeat(3, 1))
+    expand.replacement(lambda x: torch.exp(x).expand(3, -1))
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.exp(x).repeat(3, 1)
+        return y, y[0], y[1]
+
+    gm = traced(model, torch.zeros(1, 2))
+    assert RuleSet("s", expand).once().apply(gm).rewrites == 1
+    y, first, second = gm(torch.zeros(1, 2))
+    first.add_(1)
+    assert (y.tolist(), second.tolist()) == ([[2, 2], [1, 1], [1, 1]], [1, 1])
+
+
+@pytest.mark.parametrize("capture", [lambda f, x: fx.symbolic_trace(f), traced])
+def test_nothing_repeats_the_entries_of_what_is_written_to(capture: Callable[..., fx.GraphModule]) -> None:
+    def pattern(x: Any, n: Literal) -> Any:
+        return torch.sinh(x).repeat(n, 1)
+
+    expand = rule("repeat.expand", gradients=False)(pattern)
+    expand.replacement(lambda x, n: torch.sinh(x).expand(n, -1))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sinh(x).repeat(3, 1)
+        y[0].add_(1)
+        return y
+
+    gm = capture(model, torch.zeros(1, 2))
+    report = RuleSet("s", expand).once().apply(gm)
+    assert report.rewrites == 0
+    assert "shares differently" in str(report.refusals[0])
 
 
 def test_a_capture_that_is_another_output_is_refused() -> None:

@@ -158,7 +158,7 @@ after = ["a.a"]
         ("[[rule]]\nid = 1\nid = 2", ["file.toml: Cannot overwrite a value (at end of document)"]),
         ("", ["file.toml: rule is missing: the rules, in order"]),
         ("rule = []", ["file.toml: rule = []: List should have at least 1 item"]),
-        ("[rule]", ["file.toml: rule = {}: it should be a valid list"]),
+        ("[rule]", ["file.toml: one rule is a table in a list: write [[rule]], with two brackets, not [rule]"]),
         ("rule = [1]", ["file.toml: rule number 1: [[rule]] = 1: it should be a valid dictionary"]),
         ("[[rules]]", ["file.toml: rule is missing", "file.toml: unknown field rules; did you mean rule?"]),
         (f"atomic = 1\n{file_of('relu(x)', 'x')}", ["file.toml: atomic = 1: it should be a valid boolean"]),
@@ -351,7 +351,7 @@ def test_what_cannot_be_written_is_named() -> None:
     inner = RuleSet("inner", replaced)
     guarded = Rule("python.predicate", parse("relu(x)", [where.predicate("x", text="is_small")(bool)]), body())
     shadowed = Rule("python.shadowed", parse("relu(x)", [where.predicate("x", text="is_param")(bool)]), body())
-    literal = Rule("python.literal", Pattern((op("to", cap("x"), torch.device("cpu")),)), body())
+    literal = Rule("python.literal", Pattern((op("to", cap("x"), frozenset()),)), body())
     with pytest.raises(RuleDefinitionError) as raised:
         dump_rules(RuleSet("set", inner, guarded, shadowed, literal))
     message = str(raised.value)

@@ -2,7 +2,8 @@
 
 The inputs stay, and so does the number of outputs. An output that had its own memory still has: `x + 0` is a new tensor
 that the caller may write to, `x` is not, and a subgraph of `torch.cond` must not return its input at all. Outputs that
-were views of one such tensor still are. An output that required gradients still does: `invoke_subgraph` requests that
+were views of one such tensor still are. One that had a place for each entry still has: what the caller writes to a row
+of `x.repeat(2, 1)` is in that row alone. An output that required gradients still does: `invoke_subgraph` requests that
 of its subgraph.
 """
 
@@ -35,6 +36,7 @@ class Promise:
         self._inputs = _inputs(gm)
         self._outputs = _outputs(gm)
         self._shared = self._memories.shared(self._outputs)
+        self._repeats = [self._repeating(output) for output in self._outputs]
         self._differentiable = [_requires_grad(output) for output in self._outputs]
 
     def keep(self, edit: Edit) -> None:
@@ -75,10 +77,23 @@ class Promise:
         found: list[list[int]] = []
         for group in sorted(_groups(self._shared), key=reluctance):  # what must be copied first lets the others be kept
             apart = copied.union(group)
-            if any(p.other not in apart and not p.is_in(self._shared[at]) for at in group for p in shared[at]):
+            if self._newly_repeats(group, outputs) or any(
+                p.other not in apart and not p.is_in(self._shared[at]) for at in group for p in shared[at]
+            ):
                 copied = apart
                 found.append(group)
         return found
+
+    def _repeating(self, output: Any) -> list[bool]:
+        """Whether two entries may be one place in memory: of the output, of what it is a view of, and so on."""
+        is_tensor = isinstance(output, fx.Node) and (ops.is_tensor(output) or ops.value(output) is ops.MISSING)
+        return [ops.may_overlap_itself(node) for node in self._memories.chain(output)] if is_tensor else [False]
+
+    def _newly_repeats(self, group: list[int], outputs: list[Any]) -> bool:
+        """Whether what the caller writes to one entry of these outputs would newly be in another entry, too."""
+        ends = None if len(group) > 1 else 1  # an output alone may be one row of what repeats it
+        now = {at: self._repeating(outputs[at])[:ends] for at in group if outputs[at] is not None}
+        return any(any(found) and not any(self._repeats[at][:ends]) for at, found in now.items())
 
     def _copy(self, edit: Edit, groups: list[list[int]]) -> None:
         end = self._gm.graph.output_node()
@@ -103,6 +118,8 @@ class Promise:
             if all(node in chain for chain in others) and ops.is_tensor(node):
                 like = starts.get(node, self._outputs[next(iter(chains))])
                 paths = [chain[: chain.index(node) + 1] for chain in chains.values()]
+                if any(ops.may_overlap_itself(view) for path in paths for view in path[:-1]):
+                    continue  # views of a copy of this would still repeat entries
                 try:
                     with edit.savepoint():
                         return _views_of_copy(edit, _clone(edit, node, like), paths)
@@ -142,7 +159,10 @@ def _views_of_copy(edit: Edit, clone: fx.Node, paths: list[list[fx.Node]]) -> di
         InvariantError: one of them would show other entries.
     """
     copied = paths[0][-1]
-    new, values = {copied: clone}, {copied: ops.value(copied)}
+    repeats = ops.may_overlap_itself(copied)  # the copy does not, so only its own entries are at the right places
+    if repeats and any(ops.key(view) == "aten::as_strided" for path in paths for view in path[:-1]):
+        raise InvariantError(f"%{copied.name} has entries that share memory, and a copy of it has not")
+    new, values = {copied: clone}, {copied: ops.value(clone if repeats else copied)}
     _require_same_places(values, new, copied, copied)
     for view, base in (pair for path in paths for pair in reversed([*pairwise(path)])):
         if view in new:

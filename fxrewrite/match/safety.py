@@ -154,7 +154,9 @@ def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], 
     is_now = [_shared_with(new, own_is) for new in results]
     paired = _share_each_other(match.outputs) != _share_each_other(results)
     for old, new, before, after in zip(match.outputs, results, was, is_now, strict=True):
-        if before != after or None in before or paired:
+        # An entry that is written is one entry of the one, and several of the other, as of `repeat` and `expand`.
+        repeats = ops.may_overlap_itself(old) != ops.may_overlap_itself(new)
+        if before != after or None in before or paired or repeats:
             memory = {node for node in before | after if node is not None}
             check_later_writes(old, memory | {old, new}, effects)
 

@@ -43,8 +43,10 @@ def _is_size(test: str) -> Kind:
 
 
 def _read_by_size(term: Term) -> Iterator[Term]:
-    """Yields the values whose sizes, dtypes or devices a term is computed of."""
-    if isinstance(term, Op):
+    """Yields the values whose sizes, dtypes or devices a term is computed of, and the captured numbers."""
+    if isinstance(term, Capture):
+        yield term
+    elif isinstance(term, Op):
         is_read = term.key.startswith("prim::") or term.key in ("aten::size", "aten::numel")
         for _, part in term.args:
             if not is_read:
@@ -79,6 +81,8 @@ def _number(term: Term, names: Mapping[Term, str], pattern: Pattern) -> str:
     """Returns the expression of a number that is computed of sizes of the values with these names."""
     if isinstance(term, LiteralValue):
         return repr(term.value)
+    if isinstance(term, Capture):
+        return names[term]
     assert isinstance(term, Op)
     if term.key == "aten::size":
         dim = term.args[1][1] if len(term.args) == 2 else None

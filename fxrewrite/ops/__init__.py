@@ -41,6 +41,7 @@ from fxrewrite.ops.keys import (
 from fxrewrite.ops.memory import (
     is_maybe_view as is_maybe_view,
     is_view as is_view,
+    may_overlap_itself as may_overlap_itself,
     memory_origins as memory_origins,
     memory_written as memory_written,
     viewed as viewed,

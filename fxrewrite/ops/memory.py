@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,11 +13,12 @@ from fxrewrite.ops.binding import BindingError, bind
 from fxrewrite.ops.called import CALLERS, MAYBE_VIEW, overload_that_runs, schema_effects
 from fxrewrite.ops.effects import is_declared_pure, mutated, nodes_in
 from fxrewrite.ops.traits import operators
-from fxrewrite.ops.value import is_scalar, value
+from fxrewrite.ops.value import MISSING, is_scalar, value
 
 _MAYBE_VIEWS = operators("maybe_view")
 _STATISTICS = operators("statistics")
 _CASTS = ("aten::to", "aten::type_as")
+_REPEATING = {f"aten::{name}" for name in ("expand", "expand_as", "broadcast_to", "broadcast_tensors", "unfold")}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -100,6 +102,34 @@ def is_maybe_view(node: fx.Node) -> bool:
         return False
     overload = overload_that_runs(node)
     return overload is None or MAYBE_VIEW in overload.tags or keys.key(node) in _MAYBE_VIEWS
+
+
+def may_overlap_itself(node: fx.Node) -> bool:
+    """True if two entries of the result may be one place in memory, as those of `expand` are: a write to one is a
+    write to both.
+    """
+    found = value(node)
+    if found is MISSING:
+        return any(keys.key(origin) in _REPEATING for origin in memory_origins(node))
+    return isinstance(found, torch.Tensor) and found.layout == torch.strided and _overlaps_itself(found)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Judges by strides, and adds no guard; of symbolic strides only 0 is known to repeat an entry."""
+    dims: list[tuple[Any, Any]] = [*zip(tensor.stride(), tensor.shape, strict=True)]
+    if any(size == 0 for _, size in dims if isinstance(size, int)):
+        return False
+    repeated = [dim for dim in dims if not (isinstance(dim[1], int) and dim[1] == 1)]
+    if any(isinstance(stride, int) and stride == 0 for stride, _ in repeated):
+        return True
+    if not all(isinstance(number, int) for dim in repeated for number in dim):
+        return False
+    last = 0
+    for stride, size in sorted(repeated):
+        if stride <= last:
+            return True
+        last += stride * (size - 1)
+    return False
 
 
 def memory_written(graph: fx.Graph) -> set[fx.Node]:

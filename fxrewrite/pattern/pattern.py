@@ -17,6 +17,7 @@ from fxrewrite.pattern.terms import (
     Each,
     Either,
     ListOf,
+    LiteralValue,
     Maybe,
     Op,
     Siblings,
@@ -35,6 +36,9 @@ from fxrewrite.pattern.where.numbers import Relation
 
 _PASSED = ("node", "param", "any")
 """Kinds of captures that may be outputs."""
+_ARITHMETIC = frozenset(
+    f"aten::{name}" for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "neg", "rsub")
+)
 ROOT = "root"
 """Name of the first output in constraints and replacements."""
 
@@ -66,6 +70,7 @@ class Pattern:
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         self._check_outputs()
+        self._check_numbers()
         self._check_siblings()
         self._check_lists()
         self._check_where(self._checked_kinds())
@@ -99,10 +104,28 @@ class Pattern:
             object.__setattr__(self, "through", self.through or tuple(passed.items()))
             object.__setattr__(self, "outputs", tuple(t for i, t in enumerate(self.outputs) if i not in passed))
 
+    def _check_numbers(self) -> None:
+        """Refuses arithmetic on captured numbers alone: a graph holds its result, and no call."""
+        for term in (found for output in self.outputs for found in subterms(output)):
+            if (
+                isinstance(term, Op)
+                and term.key in _ARITHMETIC
+                and all(_is_known_number(part) for _, part in term.args)
+            ):
+                raise RuleDefinitionError(
+                    f"{term_text(term)} is computed of captured numbers, and a graph holds the result alone; capture "
+                    'that as another Literal, and relate them in where, as "m == n * 2"'
+                )
+
     def _check_outputs(self) -> None:
         if not self.outputs:
             raise RuleDefinitionError("a pattern needs an output")
         for output in self.outputs:
+            if isinstance(output, (LiteralValue, ListOf)):
+                value = output.value if isinstance(output, LiteralValue) else []
+                found = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else term_text(output)
+                missing = "; is its `return` missing?" if value is None else ""
+                raise RuleDefinitionError(f"a pattern gives a call, or a tuple of calls, not {found}{missing}")
             if not _is_anchored(output):
                 raise RuleDefinitionError(
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
@@ -205,6 +228,10 @@ def _listed(where: Iterable[Any]) -> tuple[Any, ...]:
         found = where if isinstance(where, str) else wrong[0]
         raise RuleDefinitionError(f"where takes a list of constraints, or of their texts, not {found!r}")
     return items
+
+
+def _is_known_number(term: Term) -> bool:
+    return isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
 
 
 def _is_anchored(term: Term) -> bool:

@@ -295,6 +295,8 @@ def freeze(value: Any) -> Any:
         return list if isinstance(value, list) else tuple, tuple(freeze(item) for item in value)
     if isinstance(value, float):
         return float, repr(value)
+    if isinstance(value, complex):
+        return complex, (repr(value.real), repr(value.imag))
     if isinstance(value, slice):
         return slice, freeze((value.start, value.stop, value.step))
     if isinstance(value, Mapping):
@@ -438,7 +440,14 @@ def is_size(term: Any) -> TypeGuard[Op]:
     parts = [part for _, part in term.args]
     if term.key not in ARITHMETIC_ON_SIZES or not any(map(is_size, parts)):
         return False
-    return all(is_size(part) or (isinstance(part, LiteralValue) and type(part.value) is int) for part in parts)
+    return all(is_size(part) or _is_integer(part) for part in parts)
+
+
+def _is_integer(term: Any) -> bool:
+    """Whether it is an integer that is computed with sizes: a stated one, or one that the pattern captures."""
+    if isinstance(term, Capture):
+        return term.kind == "literal"
+    return isinstance(term, LiteralValue) and type(term.value) is int
 
 
 def _sizes(name: str, value: Any) -> Any:

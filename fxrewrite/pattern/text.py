@@ -154,6 +154,10 @@ def _literal_text(value: Any) -> str:
         return f"({', '.join(map(_literal_text, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
+    if isinstance(value, complex) and not repr(value)[:1].isdecimal():  # 1j is read as it is, and (1+2j) is a sum
+        return f"complex({_literal_text(value.real)}, {_literal_text(value.imag)})"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
     if isinstance(value, slice):
         return f"slice({_literal_text(value.start)}, {_literal_text(value.stop)}, {_literal_text(value.step)})"
     if value is ...:
@@ -219,6 +223,8 @@ class _Parser:
             return slice(*(None if part is None else self.read(part) for part in (node.lower, node.upper, node.step)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return self.call(node, node.func.id)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device":
+            return self.device(node)
         raise self.error(node, f"{ast.unparse(node)} is not part of the pattern language")
 
     def items(self, node: ast.expr) -> list[Any]:
@@ -237,6 +243,13 @@ class _Parser:
             raise self.error(node, f"there is no overload {ast.unparse(node)}; import the library that defines it")
         return found
 
+    def device(self, node: ast.Call) -> torch.device:
+        try:
+            return torch.device(*(self.read(argument) for argument in node.args))
+        except (RuntimeError, TypeError) as error:
+            first = str(error).partition("\n")[0]
+            raise self.error(node, f"{ast.unparse(node)} is no device: {first}") from error
+
     def call(self, node: ast.Call, name: str) -> Any:
         if name in _PREFIXES:
             if len(node.args) != 1 or not isinstance(node.args[0], ast.Name) or node.keywords:
@@ -246,6 +259,8 @@ class _Parser:
         kwargs = {str(keyword.arg): self.read(keyword.value) for keyword in node.keywords}
         if name == "float" and len(args) == 1 and args[0] in ("inf", "-inf", "nan"):
             return float(args[0])
+        if name == "complex" and len(args) == 2 and all(type(arg) in (int, float) for arg in args):
+            return complex(*args)  # a number; the operator `complex` reads values
         try:
             if name == "slice" and args and all(arg is None or type(arg) is int for arg in args):
                 return slice(*args)  # a Python slice as an index; the operator `slice` reads a value

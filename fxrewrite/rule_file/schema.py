@@ -98,4 +98,6 @@ def _problem(detail: ErrorDetails, places: Sequence[str]) -> str:
     if detail["type"] == "missing":
         described = (RuleEntry if in_rule else RuleFile).model_fields[name].description
         return f"{place}{field} is missing: {described}"
+    if field == "rule" and isinstance(detail["input"], dict):
+        return "one rule is a table in a list: write [[rule]], with two brackets, not [rule]"
     return f"{place}{field} = {detail['input']!r}: {detail['msg'].replace('Input should', 'it should')}"

@@ -96,8 +96,10 @@ def simulate(
         mesh: axes with their numbers of ranks, the outermost first, such as `{"dp": 2, "tp": 2}`.
 
     Raises:
-        FxRewriteError: the plan does not fit the model, or an axis of the plan has no size.
+        FxRewriteError: the plan does not fit the model, an axis of the plan has no size, or the inputs have no names.
     """
+    if not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FxRewriteError(f"inputs are arguments by name, {{'x': tensor}}, not a {type(inputs).__name__}")
     check_axes(plan, mesh)
     check_buffers(model, plan)
     tensors = (value for value in tree_leaves((dict(inputs), *model.parameters())) if isinstance(value, torch.Tensor))

@@ -46,6 +46,7 @@ _GUESSES = 24
 """Number of guesses per call before the sample is given up."""
 _ABSENT: Any = object()
 _TENSOR = Parameter("self", "Tensor", False, False, NO_DEFAULT)
+_NUMBER = Parameter("other", "int", False, False, NO_DEFAULT)
 
 
 class NoSampleError(ValueError):
@@ -176,7 +177,12 @@ class Builder:
         if isinstance(part, LiteralValue):
             return part.value
         if isinstance(part, Op):
-            return self._size(part, lambda base: self._argument(base, place, term, _TENSOR, context, attempt))
+
+            def read(part: Term) -> Any:
+                kind = _NUMBER if isinstance(part, Capture) and part.kind == "literal" else _TENSOR
+                return self._argument(part, place, term, kind, context, attempt)
+
+            return self._size(part, read)
         if isinstance(part, (list, ListOf)):
             items = part if isinstance(part, list) else part.items
             element = replace(parameter, kind=parameter.kind.removeprefix("List[").removesuffix("]"))
@@ -204,8 +210,7 @@ class Builder:
     def _size(self, term: Op, base_of: Callable[[Term], Any]) -> Any:
         """Returns a size of a value, a number computed of sizes, or a dtype or device, as the sample spells it."""
         if term.key in ARITHMETIC_ON_SIZES:
-            parts: list[Any] = [part for _, part in term.args]
-            values = [part.value if isinstance(part, LiteralValue) else self._size(part, base_of) for part in parts]
+            values = [self._number(part, base_of) for _, part in term.args]
             function = ARITHMETIC_ON_SIZES[term.key]
             has_node = any(isinstance(value, fx.Node) for value in values)
             return self._make(function, tuple(values), {}) if has_node else function(*values)
@@ -225,6 +230,12 @@ class Builder:
             for dim in dims or range(value.ndim)
         ]
         return sizes[0] if dims else sizes
+
+    def _number(self, part: Any, base_of: Callable[[Term], Any]) -> Any:
+        """Returns what is computed with a size: another size, or an integer that is stated or captured."""
+        if isinstance(part, LiteralValue):
+            return part.value
+        return self._size(part, base_of) if isinstance(part, Op) else base_of(part)
 
     def _realized(self, name: str, binding: Binding) -> Any:
         if binding is ...:

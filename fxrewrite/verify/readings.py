@@ -14,7 +14,7 @@ from fxrewrite.verify.calls import first_name
 
 _LENGTHS = ("one item", "several items", "no items")
 _ONE, _SEVERAL, _NONE = range(3)
-SEVERAL = (3, 5)
+SEVERAL = (3, 2, 5, 4)
 """How many items several are: of a list of any length, samples have 0, 1, and these by turns."""
 
 

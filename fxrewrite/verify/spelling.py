@@ -105,7 +105,8 @@ def _method(node: fx.Node) -> str:
     schema_arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     is_method = bool(name) and name in torch._C.TensorBase.__dict__ and name not in torch.Tensor.__dict__
     is_preferred = name in _METHODS or not _is_function(name)
-    is_of_self = bool(schema_arguments) and schema_arguments[0].name == "self" and isinstance(node.args[0], fx.Node)
+    first = node.args[0] if node.args else None
+    is_of_self = bool(schema_arguments) and schema_arguments[0].name == "self" and isinstance(first, fx.Node)
     return name if is_method and is_preferred and is_of_self else ""
 
 

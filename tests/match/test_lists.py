@@ -193,6 +193,17 @@ def permuted_twice(first: list[int], second: list[int]) -> Any:
     return lambda x: x.permute(first).permute(second)
 
 
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_a_rule_that_is_false_of_lists_of_one_length_is_caught(length: int) -> None:
+    def joined(t: list[Any], dim: int) -> Any:
+        return torch.relu(cat(t[::-1] if len(t) == length else t, dim))
+
+    def pattern(dim: Literal) -> Any:
+        return cat(each(lambda t: torch.relu(t)), dim)
+
+    assert not made(pattern, joined, where=["same_dtype(t, root)"]).verify(samples=96, terminates=False).ok
+
+
 def test_relations_of_lists() -> None:
     rules = parse_rules(
         """

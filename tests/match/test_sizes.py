@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxrewrite import RuleDefinitionError, loose
+from fxrewrite import Literal, RuleDefinitionError, loose, rule
 from fxrewrite.match import Program, explain
-from fxrewrite.pattern import parse, trace
+from fxrewrite.pattern import Pattern, parse, trace
 from fxrewrite.rule_file import dump_rules, parse_rules
 from tests.rewriting import apply, made, traced
 
@@ -38,6 +38,9 @@ def graphs(function: Any, *inputs: torch.Tensor) -> list[fx.GraphModule]:
         (lambda x: x.view(x.numel()), lambda x: x.view(x.numel()), [X], [1, 1, 0]),
         (lambda x: x.view(x.shape[0] * 2, -1), lambda x: x.view(x.shape[0] * 2, -1), [X], [1, 1, 0]),
         (lambda x: x.view(x.shape[0] * 2, -1), lambda x: x.view(x.shape[0] // 2, -1), [X], [0, 0, 0]),
+        # a captured number: of the graph's own product without values, nothing is known
+        (lambda x, n: x.view(x.shape[0] * n, -1) * n, lambda x: x.view(x.shape[0] * 2, -1) * 2, [X], [1, 1, 0]),
+        (lambda x, n: x.view(x.shape[0] * n, -1) * n, lambda x: x.view(12, -1) * 2, [X], [0, 0, 0]),
         (
             lambda x: torch.relu(x).view(torch.relu(x).shape[0], 2, -1),
             lambda x: torch.relu(x).view(x.shape[0], 2, -1),
@@ -53,6 +56,7 @@ def graphs(function: Any, *inputs: torch.Tensor) -> list[fx.GraphModule]:
     ids=itertools.count(),
 )
 def test_what_sizes_match(pattern: Any, function: Any, inputs: list[torch.Tensor], expected: list[int]) -> None:
+    pattern.__annotations__ = {"n": Literal} if "n" in pattern.__code__.co_varnames else {}
     it = trace(pattern)
     assert parse(str(it)) == it
     program = Program([("it", it)])
@@ -76,10 +80,29 @@ def test_mistakes() -> None:
         (lambda x: x.view(x.shape[:-1]), "takes sizes one by one"),
         (lambda x: x.view(*x.shape), "cannot unpack a value of unknown length"),
         (lambda x: x.view(torch.tanh(x).shape[0], -1), "is of tanh(x), which the pattern has nowhere else"),
+        (parse("view(x, [mul(size(x, 0), lit(n)), -1])"), "is of lit(n), which the pattern has nowhere else"),
     ):
         with pytest.raises(RuleDefinitionError) as error:
-            Program([("it", trace(pattern))])
+            Program([("it", pattern if isinstance(pattern, Pattern) else trace(pattern))])
         assert said in str(error.value)
+
+
+def test_a_rule_of_repeated_heads_is_verified() -> None:
+    """`x.shape[1] * n` was a product that no graph with numbers has, and samples had one that returns a tensor."""
+
+    def pattern(x: Any, n: Literal) -> Any:
+        repeated = torch.relu(x)[:, :, None].expand(-1, -1, n, -1, -1)
+        return repeated.reshape(x.shape[0], x.shape[1] * n, x.shape[2], x.shape[3])
+
+    it = rule("heads.repeat", where=["rank(x) == 4", "n > 1"])(pattern)
+    it.replacement(lambda x, n: torch.relu(x).repeat_interleave(n, 1))
+    verdict = it.verify(samples=12)
+    assert verdict.ok, verdict
+    wrong = rule("heads.tile", where=["rank(x) == 4"])(pattern)
+    wrong.replacement(lambda x, n: torch.relu(x).repeat(1, n, 1, 1))
+    found = wrong.verify().counterexample
+    assert found is not None
+    assert "aten.mul" not in found.snippet
 
 
 def test_rules_of_sizes_are_verified_and_written() -> None:

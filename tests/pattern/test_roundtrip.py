@@ -45,9 +45,25 @@ captures = nodes | st.one_of(
 )
 floats = st.floats() | st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-300])
 scalars = st.one_of(
-    st.integers(), floats, st.booleans(), st.none(), st.text(max_size=6), st.sampled_from(["", "'", '"', "\\", "\n"])
+    st.integers(),
+    floats,
+    st.builds(complex, floats, floats),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=6),
+    st.sampled_from(["", "'", '"', "\\", "\n"]),
 )
-torch_values = st.sampled_from([torch.float32, torch.int64, torch.channels_last, torch.strided, torch.bool])
+torch_values = st.sampled_from(
+    [
+        torch.float32,
+        torch.int64,
+        torch.channels_last,
+        torch.strided,
+        torch.bool,
+        torch.device("cpu"),
+        torch.device("cuda", 1),
+    ]
+)
 flat = scalars | torch_values
 literals = flat | st.lists(flat, max_size=3) | st.lists(flat, max_size=3).map(tuple)
 bounds = st.none() | st.integers(-9, 9)
@@ -137,7 +153,16 @@ def test_siblings(each: Op, least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["__import__('os')", "x.__class__", "[i for i in x]", "lambda: 1", "mul(*x)", "f'{x}'"]
+    "wrong",
+    [
+        "__import__('os')",
+        "x.__class__",
+        "[i for i in x]",
+        "lambda: 1",
+        "mul(*x)",
+        "f'{x}'",
+        "to(x, torch.device('cda'))",
+    ],
 )
 def test_nothing_but_the_language_is_read(wrong: str) -> None:
     with pytest.raises(ValueError, match="pattern"):

@@ -63,6 +63,13 @@ def test_a_program_has_operators_between_operands(text: str, trace: Callable[...
     assert torch.equal(found, EXPRESSIONS[text](X, Y))
 
 
+def test_a_call_with_every_operand_by_name_is_written() -> None:
+    gm = overloads(
+        lambda x, y: torch.ops.aten.expand.default(self=torch.ops.aten.mul.Tensor(self=x, other=y), size=[2, 2])
+    )
+    assert torch.equal(execute(written(gm))["expected"], X * Y)
+
+
 @pytest.mark.parametrize("name", ["other.rotary_by_halves_wrong", "attention.to_sdpa_wrong"])
 def test_a_counterexample_has_fewer_than_ten_lines(name: str) -> None:
     (rule,) = (case.rule for case in CASES if case.rule.id == name)
