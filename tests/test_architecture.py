@@ -37,6 +37,7 @@ PRIVATE_TORCH = {
     "fxrewrite/adapters/": "the expressions of inductor's matcher, in which passes for it are written",
     "fxrewrite/backends/": "outside compilers: Dynamo, inductor and export have no public hooks for passes",
     "fxrewrite/capture/autocast.py": "autocast's kernels, which know what is cast, and its switches in a graph",
+    "fxrewrite/capture/decomposed.py": "a tracer's mode, which would record an operator in place of its parts",
     "fxrewrite/capture/functionalize.py": "schemas of operators, and how a graph switches autograd off",
     "fxrewrite/graph/fake_values.py": "fake tensors, to propagate new nodes only",
     "fxrewrite/capture/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",

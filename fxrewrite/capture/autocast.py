@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxrewrite.capture.decomposed import run_decomposed
 from fxrewrite.capture.running import Running
 from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import nodes_of
@@ -124,8 +125,7 @@ class Casting(Running):
         def parts(*tensors: torch.Tensor) -> Any:
             given = dict(zip(places, tensors, strict=True))
             inner, options = pytree.tree_unflatten([given.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
-            with torch._C.DisableTorchFunction():
-                return target.decompose(*inner, **options)
+            return run_decomposed(target, inner, options)
 
         tensors = [leaves[at] for at in places]
         with disable_proxy_modes_tracing():

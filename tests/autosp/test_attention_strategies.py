@@ -88,8 +88,8 @@ def test_what_a_ring_sends_is_in_the_report() -> None:
     kv, qo = 2 * (4 + 6) * chunk, 8 * (4 + 6) * chunk
     sent = {(c.kind, c.direction): (c.count, c.bytes_sent) for c in report.collectives if c.kind != "all_reduce"}
     assert sent == {
-        ("ring", "forward"): (1, 3 * kv),
-        ("ring", "backward"): (1, 3 * kv + 4 * kv),
+        ("ring_attention", "forward"): (1, 3 * kv),
+        ("ring_attention", "backward"): (1, 3 * kv + 4 * kv),
         ("exchange", "forward"): (2, kv + qo),
         ("exchange", "backward"): (2, kv + qo),
     }

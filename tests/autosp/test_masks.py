@@ -111,8 +111,8 @@ def test_sinks_and_softcaps_are_exact(attend: Attend, attention: AttentionOption
 SENT_WITH_SINKS: dict[AttentionOption, set[str]] = {
     "ulysses": {"all_to_all"},
     "gather_kv": {"all_gather"},
-    "ring": {"ring", "exchange"},
-    "ring_ulysses": {"ring", "exchange"},
+    "ring": {"ring_attention", "exchange"},
+    "ring_ulysses": {"ring_attention", "exchange"},
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxrewrite.capture.decomposed import at_most, run_decomposed
 from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import is_random, value
 from fxrewrite.report import Report
@@ -61,6 +61,7 @@ class DecomposeUnknown:
 
     def _decompose(self, edit: Edit, node: fx.Node) -> bool:
         """Replaces the call by its parts, and says whether it could."""
+        target = cast(OpOverload, node.target)
         leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
         operands = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
 
@@ -68,7 +69,7 @@ class DecomposeUnknown:
             given = dict(zip(operands, values, strict=True))
             filled = [given[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            return _decomposed(node.target, args, kwargs)
+            return run_decomposed(target, args, kwargs)
 
         body = self._body(called, [value(operand) for operand in operands])
         if body is None:
@@ -96,7 +97,7 @@ class DecomposeUnknown:
         """The parts of a call, of which none is composite; None where one has no rule, or there are too many."""
         try:
             for _ in range(_DEEPEST):
-                with _Counting():
+                with at_most(_MOST_PARTS):
                     body = make_fx(called, tracing_mode="fake", pre_dispatch=True)(*values)
                 for part in body.graph.nodes:
                     part.target = _RESHAPES.get(part.target, part.target)
@@ -117,11 +118,6 @@ class DecomposeUnknown:
         return part.target is operator.getitem or self.layouts.of(part)[2] is not None
 
 
-def _decomposed(target: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunction():  # a tracer's mode would call the operator itself
-        return target.decompose(*args, **kwargs)
-
-
 class _InParts(fx.Interpreter):
     """Runs a graph, of which these nodes run as what they are made of."""
 
@@ -132,22 +128,4 @@ class _InParts(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n not in self._composite:
             return super().run_node(n)
-        return _decomposed(n.target, *self.fetch_args_kwargs_from_env(n))
-
-
-class _TooManyPartsError(Exception):
-    """A call is made of more operators than a graph should get for it."""
-
-
-class _Counting(TorchDispatchMode):
-    """Stops what runs more than so many operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._num_calls += 1
-        if self._num_calls > _MOST_PARTS:
-            raise _TooManyPartsError
-        return func(*args, **(kwargs or {}))
+        return run_decomposed(cast(OpOverload, n.target), *self.fetch_args_kwargs_from_env(n))

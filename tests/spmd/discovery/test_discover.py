@@ -293,4 +293,6 @@ def test_a_table_replaces_the_one_in_a_document(capsys: pytest.CaptureFixture[st
 
 def test_the_table_of_the_document_is_the_one_of_the_rules() -> None:
     text = DOCUMENT.read_text()
-    assert text == with_table(text, LAYOUTS), "run `fxrewrite spmd table --update docs/layouts.md`"
+    assert text == with_table(text, LAYOUTS), (
+        "run `fxrewrite spmd table --layouts rules.layouts:LAYOUTS --update docs/layouts.md`"
+    )
