@@ -299,7 +299,7 @@ class Edit:
         """Makes `users` (all if None, but never `new` itself) read `new` instead of `old`."""
         for user in list(old.users if users is None else users):
             if user is not new:
-                self._journal.append(("args", user, user.args, user.kwargs))
+                self._journal.append(("args", user, user._args, user._kwargs))
                 user.replace_input_with(old, new)
 
     def spread(self, old: fx.Node, items: Sequence[fx.Node]) -> None:
@@ -373,7 +373,7 @@ class Edit:
         """Marks as erased what nothing reads of `nodes`, one after the other: a node comes after its users."""
         for node in nodes:
             if not node.users:
-                self._journal.append(("erase", node, node.args, node.kwargs))
+                self._journal.append(("erase", node, node._args, node._kwargs))
                 node._update_args_kwargs((), {})
                 self.erased.add(node)
 
@@ -428,13 +428,13 @@ class Edit:
 
     def _check(self) -> None:
         """Checks that every touched node reads only earlier nodes of this graph, and that every new one has a value."""
-        erased = self.erased
+        erased, graph = self.erased, self.graph
         for record in self._journal:
             kind, node = record[0], record[1]
-            if kind in ("erase", "entry", "attach") or node in erased:
+            if kind == "erase" or node in erased or kind in ("entry", "attach"):
                 continue
             for used in node.all_input_nodes:
-                if used in erased or used.graph is not self.graph:
+                if used in erased or used.graph is not graph:
                     raise InvariantError(f"%{node.name} reads %{used.name}, which is not in the graph any more")
                 if not used < node:
                     raise InvariantError(
@@ -446,7 +446,7 @@ class Edit:
             if kind == "create" and self.fake_mode is not None and ops.value(node) is ops.MISSING:
                 raise InvariantError(f"new node %{node.name} has no value; pass val= or let it be computed")
         for node in erased:
-            if node.graph is not self.graph:
+            if node.graph is not graph:
                 raise InvariantError(f"%{node.name} is to be erased, and is a node of another graph")
             if node.users:
                 users = ", ".join(f"%{user.name}" for user in node.users)

@@ -134,7 +134,7 @@ def key(node_or_target: Any) -> str:
         op = node_or_target.op
         if op == "call_function":
             target = node_or_target.target
-            found = _FUNCTIONS.get(target)
+            found = _FUNCTIONS.facts.get(id(target))
             if found is None:
                 found = _FUNCTIONS.set(target, _resolver(target))
             return found if isinstance(found, str) else found(node_or_target)
