@@ -59,11 +59,20 @@ def follow(
 
 
 def _shape(tree: Tree, leaves: list[Leaf]) -> tuple[Any, ...]:
-    """Returns what a tree is but for its leaves, which are added to `leaves` in the order of the tree."""
+    """Returns what a tree is but for its leaves, which are added to `leaves` in the order of the tree.
+
+    The leaves below a table are part of it, since the table that is written for them has them.
+    """
     leaves += tree.leaves
-    branches = ((where, targets.items()) for where, targets in tree.branches.items())
-    inner = ((where, operands, _shape(then, leaves)) for where, found in branches for operands, (_, then) in found)
-    return len(tree.leaves), *inner
+    found: list[Any] = [len(tree.leaves)]
+    for (kind, path), targets in tree.branches.items():
+        is_table = len(targets) > 1 and kind in (IS_LITERAL, IS_OPERATOR)
+        for operands, (_, then) in targets.items():
+            start = len(leaves)
+            found.append((kind, path, operands, _shape(then, leaves)))
+            if is_table:
+                found += leaves[start:]
+    return tuple(found)
 
 
 def _is_plainly(frozen: Any, value: str) -> str:
