@@ -34,6 +34,7 @@ from fxrewrite.match.safety import (
     check_saved,
     check_writes,
     insertion_point,
+    may_act,
 )
 from fxrewrite.match.same_value import check_dtypes, check_gradients, check_values, needs_detach
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
@@ -311,8 +312,9 @@ class Rule:
             replacer.detached(new) if new not in created and needs_detach(edit, old, new, effects) else new
             for old, new in zip(match.outputs, results, strict=True)
         ]
-        draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
-        later = self._check_replacement(edit, match, results, passed, created, draws, effects)
+        acting = [node for node in created if may_act(node)]
+        draws = [node for node in acting if ops.is_random(node)]
+        later = self._check_replacement(edit, match, results, passed, created, acting, draws, effects)
         if place is None:
             check_order(match, results, draws)
         for old, items in lists:
@@ -320,7 +322,8 @@ class Rule:
         _replace(edit, match, results, passed, created)
         for node, value in later.items():
             edit.owner(node).set_meta(node, ops.value_key(node), value)
-        effects.add(created, draws)
+        if acting:
+            effects.add(acting, draws)
 
     def _check_match(self, edit: Edit, match: Match, effects: Effects) -> None:
         """Refuses a match that nothing may replace, whatever the replacement is."""
@@ -339,6 +342,7 @@ class Rule:
         results: list[fx.Node],
         passed: Sequence[tuple[fx.Node, fx.Node]],
         created: list[fx.Node],
+        acting: list[fx.Node],
         draws: list[fx.Node],
         effects: Effects,
     ) -> dict[fx.Node, Any]:
@@ -348,12 +352,13 @@ class Rule:
         """
         later: dict[fx.Node, Any] = {}
         if self.shapes == "preserves":
-            own = {*created, *match.nodes}
-            later = check_values(edit, (*zip(match.outputs, results, strict=True), *passed), effects, own)
+            replaced = (*zip(match.outputs, results, strict=True), *passed)
+            later = check_values(edit, replaced, effects, (created, match.nodes))
         check_dtypes(match, created)
-        check_writes(match, created)
-        check_aliases(match, results, created, effects)
+        if acting:
+            check_writes(match, created, acting)
         if effects.writers:
+            check_aliases(match, results, created, effects)
             check_saved(edit, match, results, created, effects)
         for old, new in passed:
             check_later_writes(old, {old, new}, effects)
@@ -366,7 +371,9 @@ class Rule:
         given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
         if self._wrapped is None:
             self._wrapped = ops.wrapped_in(self.body)
-        body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
+        body = self.body
+        if self._wrapped:
+            body = ops.with_globals(body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
         try:
             return replacer.unwrap(body(**given))
         finally:
@@ -450,7 +457,7 @@ def _replace(
     """Lets the graph read the results, and erases what nobody reads any more."""
     new_nodes = set(created)
     for old, new in zip(match.outputs, results, strict=True):
-        others = [user for user in old.users if user not in new_nodes] if new_nodes & old.users.keys() else None
+        others = None if new_nodes.isdisjoint(old.users) else [user for user in old.users if user not in new_nodes]
         edit.replace_uses(old, new, others)
     for old, new in passed:
         last = max(new, match.root)

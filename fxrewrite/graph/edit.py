@@ -27,6 +27,7 @@ from fxrewrite.graph.bodies import bodies
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.facts import Fact, facts_of, forget_facts
 from fxrewrite.graph.fake_values import FakeValues
+from fxrewrite.graph.fx_nodes import insert_call, take_out
 from fxrewrite.graph.journal import ABSENT, Journal
 from fxrewrite.graph.source import copied_meta
 from fxrewrite.graph.untracked import UntrackedChanges
@@ -72,7 +73,8 @@ class Edit:
         if body is None:
             raise InvariantError("the graph has no output node; only complete graphs can be edited")
         self.body: fx.Node = body
-        self._names: dict[Any, str] = {}
+        self._names: dict[int, str] = {}  # by the id of a target, which is kept alive
+        self._named: list[Any] = []
         self.computed: dict[fx.Node, tuple[str, tuple[str, ...]]] = {}
         self._bodies: list[Edit] | None = None if bodies else []
         self._untracked: UntrackedChanges | None = None
@@ -207,14 +209,11 @@ class Edit:
             before = self.body if after.op == "placeholder" else after.next
         if isinstance(target, torch.nn.Module):
             return self._call_module(target, args, kwargs or {}, before, rule)
-        graph = self.graph
-        op = "call_method" if isinstance(target, str) else "call_function"
-        name = self._names.get(target)
+        name = self._names.get(id(target))  # an overload hashes slowly
         if name is None:
-            name = self._names[target] = graph._target_to_str(target).replace(".", "_")  # FX would derive it per node
-        with graph.inserting_before(before):
-            node = graph.create_node(op, target, name=name)
-        node._update_args_kwargs(tuple(args), dict(kwargs) if kwargs else {})  # create_node is slow: it uses pytree
+            name = self._names[id(target)] = self.graph._target_to_str(target).replace(".", "_")
+            self._named.append(target)
+        node = insert_call(self.graph, before, target, tuple(args), dict(kwargs) if kwargs else {}, name)
         self._journal.append(("create", node))
         meta = node.meta
         if like is not None:
@@ -300,7 +299,7 @@ class Edit:
         """Makes `users` (all if None, but never `new` itself) read `new` instead of `old`."""
         for user in list(old.users if users is None else users):
             if user is not new:
-                self._journal.append(("args", user, user.args, user.kwargs))
+                self._journal.append(("args", user, user._args, user._kwargs))
                 user.replace_input_with(old, new)
 
     def spread(self, old: fx.Node, items: Sequence[fx.Node]) -> None:
@@ -374,7 +373,7 @@ class Edit:
         """Marks as erased what nothing reads of `nodes`, one after the other: a node comes after its users."""
         for node in nodes:
             if not node.users:
-                self._journal.append(("erase", node, node.args, node.kwargs))
+                self._journal.append(("erase", node, node._args, node._kwargs))
                 node._update_args_kwargs((), {})
                 self.erased.add(node)
 
@@ -429,13 +428,13 @@ class Edit:
 
     def _check(self) -> None:
         """Checks that every touched node reads only earlier nodes of this graph, and that every new one has a value."""
-        erased = self.erased
+        erased, graph = self.erased, self.graph
         for record in self._journal:
             kind, node = record[0], record[1]
-            if kind in ("erase", "entry", "attach") or node in erased:
+            if kind == "erase" or node in erased or kind in ("entry", "attach"):
                 continue
             for used in node.all_input_nodes:
-                if used in erased or used.graph is not self.graph:
+                if used in erased or used.graph is not graph:
                     raise InvariantError(f"%{node.name} reads %{used.name}, which is not in the graph any more")
                 if not used < node:
                     raise InvariantError(
@@ -446,15 +445,16 @@ class Edit:
                 raise InvariantError(f"%{early.name} reads %{node.name}, which was moved after it")
             if kind == "create" and self.fake_mode is not None and ops.value(node) is ops.MISSING:
                 raise InvariantError(f"new node %{node.name} has no value; pass val= or let it be computed")
-        for node in self.erased:
+        for node in erased:
+            if node.graph is not graph:
+                raise InvariantError(f"%{node.name} is to be erased, and is a node of another graph")
             if node.users:
                 users = ", ".join(f"%{user.name}" for user in node.users)
                 raise InvariantError(f"%{node.name} is to be erased, but {users} use it")
 
     def _commit(self) -> None:
         called = {str(node.target) for node in self.erased if node.op == "call_module"}
-        for node in self.erased:
-            self.graph.erase_node(node)
+        take_out(self.graph, self.erased)
         self.erased.clear()
         for path in called:
             drop_attribute(self.gm, path)

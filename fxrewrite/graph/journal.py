@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from fxrewrite.graph.facts import facts_of
+from fxrewrite.graph.fx_nodes import forget_name
 
 ABSENT: Any = object()
 """What was there before, if nothing was."""
@@ -56,21 +57,8 @@ class Journal(list[tuple[Any, ...]]):
                 for known in facts_of(self._gm.graph).values():
                     known.pop(node, None)
                 self._gm.graph.erase_node(node)
-                _forget_name(self._gm.graph, node)
+                forget_name(self._gm.graph, node)
                 if kind == "attach":
                     delattr(self._gm, node.target)
                     detached.append(node)
         return detached
-
-
-def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
-    """Frees the name of an undone node, so that repeating the edit gives the same names."""
-    # FX has no public way to give a name back.
-    names = graph._graph_namespace
-    names._obj_to_name.pop(node, None)
-    names._used_names.discard(node.name)
-    base, _, number = node.name.rpartition("_")
-    if base and number.isdigit():
-        names._base_count[base] = int(number) - 1
-    else:
-        names._base_count.pop(node.name, None)

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from fxrewrite.match.conditions import IS_LITERAL, IS_OPERATOR, NAMES, Arguments, Condition, Kind
+from fxrewrite.match.arguments import ArgumentReader
+from fxrewrite.match.conditions import ARGUMENTS, IS_LITERAL, IS_OPERATOR, NAMES, Condition, Kind
 from fxrewrite.match.values import Path, part
 from fxrewrite.pattern.terms import freeze
 
@@ -47,12 +48,31 @@ def compile_tree(tree: Tree, root: Path) -> TreeFunction:
     return writer.globals[writer.function(tree, {root: "root"})]
 
 
-def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *arguments: Any) -> None:
-    """Calls the functions in the table that belong to the outcomes."""
+def follow(
+    table: Mapping[Any, tuple[Callable[..., None], Sequence[Leaf]]], outcomes: Iterable[Any], *arguments: Any
+) -> None:
+    """Calls the functions in the table that belong to the outcomes, each with its leaves."""
     for outcome in outcomes:
         then = table.get(outcome)
         if then is not None:
-            then(*arguments)
+            then[0](then[1], *arguments)
+
+
+def _shape(tree: Tree, leaves: list[Leaf]) -> tuple[Any, ...]:
+    """Returns what a tree is but for its leaves, which are added to `leaves` in the order of the tree.
+
+    The leaves below a table are part of it, since the table that is written for them has them.
+    """
+    leaves += tree.leaves
+    found: list[Any] = [len(tree.leaves)]
+    for (kind, path), targets in tree.branches.items():
+        is_table = len(targets) > 1 and kind in (IS_LITERAL, IS_OPERATOR)
+        for operands, (_, then) in targets.items():
+            start = len(leaves)
+            found.append((kind, path, operands, _shape(then, leaves)))
+            if is_table:
+                found += leaves[start:]
+    return tuple(found)
 
 
 def _is_plainly(frozen: Any, value: str) -> str:
@@ -73,17 +93,29 @@ class _Writer:
         self.globals: dict[str, Any] = {**NAMES, "follow": follow, "part": part}
         self._constants: dict[int, str] = {}
         self._lines: list[str] = []
+        self._leaves: dict[Leaf, str] = {}
         self._count = 0
 
     def function(self, tree: Tree, known: dict[Path, str]) -> str:
         """Writes a function whose parameters are the known values, and returns its name."""
         outer, self._lines = self._lines, []
         name = self._new("f")
-        self._line(0, f"def {name}({', '.join(known.values())}, found):")
+        self._line(0, f"def {name}({self._values(known)}):")
         self._tree(tree, known, 1)
         exec("\n".join(self._lines), self.globals)
         self._lines = outer
         return name
+
+    def _shared(self, tree: Tree, known: dict[Path, str], leaves: Sequence[Leaf]) -> Callable[..., None]:
+        """Writes a function for all trees that differ in their leaves alone, and returns it; it is given the leaves."""
+        outer, self._leaves = self._leaves, {leaf: f"leaves[{place}]" for place, leaf in enumerate(leaves)}
+        name = self.function(tree, known)
+        self._leaves = outer
+        return self.globals[name]
+
+    def _values(self, known: dict[Path, str]) -> str:
+        """Returns the parameters of a function, and its arguments where it is called."""
+        return ", ".join([*(["leaves"] if self._leaves else []), *known.values(), "found"])
 
     def _new(self, prefix: str) -> str:
         self._count += 1
@@ -102,11 +134,11 @@ class _Writer:
 
     def _tree(self, tree: Tree, known: dict[Path, str], depth: int) -> None:
         if depth > _MAX_DEPTH:
-            self._line(depth, f"{self.function(tree, known)}({', '.join(known.values())}, found)")
+            self._line(depth, f"{self.function(tree, known)}({self._values(known)})")
             return
         for leaf in tree.leaves:
             values = ", ".join(f"{self._constant(path)}: {name}" for path, name in known.items())
-            self._line(depth, f"found.append(({leaf}, {{{values}}}))")
+            self._line(depth, f"found.append(({self._leaves.get(leaf, leaf)}, {{{values}}}))")
         for (kind, path), targets in tree.branches.items():
             self._branch(kind, path, list(targets.values()), dict(known), depth)
 
@@ -135,6 +167,14 @@ class _Writer:
             self._line(depth, f"if isinstance({value}, Node):")
             self._follow(f"(key({value}),)", {one.operands[0]: tree for one, tree in targets}, known, depth + 1)
             return
+        # Mostly its arguments are asked for next, and who reads these knows the operator by the spelling of the call.
+        if kind is IS_OPERATOR and targets[0][1].branches.keys() == {(ARGUMENTS, path)} and not targets[0][1].leaves:
+            operator, tree = targets[0][0].operands[0], targets[0][1]
+            for condition, inner in tree.branches[ARGUMENTS, path].values():
+                inside = dict(known)
+                self._arguments(condition, operator, value, inside, depth)
+                self._tree(inner, inside, depth + 1)
+            return
         # A literal can have several outcomes (a dimension counted from either end), so it is looked up too.
         if kind is IS_LITERAL:
             above = self._value(path.parent, known, depth) if path.parent is not None else "None"
@@ -150,22 +190,35 @@ class _Writer:
         # Other conditions are not exclusive, so each is an `if` of its own with its own copy of the known values.
         for condition, tree in targets:
             inside = dict(known)
-            if isinstance(condition, Arguments):
-                self._arguments(condition, value, inside, depth)
+            if kind is ARGUMENTS:
+                self._arguments(condition, "", value, inside, depth)
             else:
                 code = condition.code(value, lambda other, inside=inside: self._value(other, inside, depth))
                 self._line(depth, f"if {code}:")
             self._tree(tree, inside, depth + 1)
 
     def _follow(self, outcomes: str, trees: Mapping[Any, Tree], known: dict[Path, str], depth: int) -> None:
-        """Writes a function per outcome, and a call of the one that a table gives for the actual outcome."""
-        table = {outcome: self.globals[self.function(tree, dict(known))] for outcome, tree in trees.items()}
+        """Writes functions, and a call of the one that a table gives for the actual outcome.
+
+        Many rules that differ in one literal have one function: to write it takes most of the time of a set of rules.
+        """
+        written: dict[Any, Callable[..., None]] = {}
+        table: dict[Any, tuple[Callable[..., None], Sequence[Leaf]]] = {}
+        for outcome, tree in trees.items():
+            leaves: list[Leaf] = []
+            shape = _shape(tree, leaves)
+            if shape not in written:
+                written[shape] = self._shared(tree, dict(known), leaves)
+            table[outcome] = written[shape], leaves
         self._line(depth, f"follow({self._constant(table)}, {outcomes}, {', '.join(known.values())}, found)")
 
-    def _arguments(self, condition: Arguments, value: str, known: dict[Path, str], depth: int) -> None:
-        """Reads all named arguments into variables at once; the block that follows has them."""
-        read = self._new("r")
-        self._line(depth, f"{read} = {self._constant(condition.reader.read)}({value})")
+    def _arguments(self, condition: Condition, operator: str, value: str, known: dict[Path, str], depth: int) -> None:
+        """Reads all named arguments into variables at once, of a call of this operator, or of any if it is empty.
+
+        The block that follows has them.
+        """
+        read, reader = self._new("r"), ArgumentReader(condition.operands, operator)
+        self._line(depth, f"{read} = {self._constant(reader.read)}({value})")
         self._line(depth, f"if {read} is not None:")
         for name in condition.operands:
             known[condition.path / name] = self._new("v")

@@ -164,21 +164,26 @@ def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
 
 
 def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Match | Failure:
-    values, shared = candidate.known(variant.paths), variant.shared
+    values = candidate.known(variant.paths)
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
-    # What is below the outputs: a node, whether it may have users outside of the match, and where the pattern has it.
-    inner = [(values[path], path in shared, path) for path in variant.inner]
     missing: tuple[int, ...] = tuple(range(variant.first))
+    below = variant.below
     if variant.may_miss:
         missing += tuple(variant.first + place for place, node in enumerate(outputs) if node is ABSENT)
         outputs = tuple(node for node in outputs if node is not ABSENT)
-        inner = [one for one in inner if one[0] is not ABSENT]
+        below = [one for one in below if values[one[0]] is not ABSENT]
+    nodes: dict[fx.Node, None] = dict.fromkeys([*outputs, *[values[path] for path, _ in below]])
+    items: list[tuple[fx.Node, bool]] = []
     if variant.lists:
-        inner += [(*item, "an item") for lists in variant.lists for one in lists for item in values[one.nodes]]
-    nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *[node for node, _, _ in inner]))
+        items = [item for lists in variant.lists for one in lists for item in values[one.nodes]]
+        nodes.update((node, None) for node, _ in items)
+    # Nodes with users outside of the match, whether they may have some, and where the pattern has them.
+    inside = nodes.keys()
+    exposed = [(values[path], is_shared, path) for path, is_shared in below if not values[path].users.keys() <= inside]
+    exposed += [(node, is_shared, "an item") for node, is_shared in items if not node.users.keys() <= inside]
     kept: set[fx.Node] = set()
-    for node, is_shared, place in inner:
-        if node.users.keys() <= nodes.keys() or node in outputs:
+    for node, is_shared, place in exposed:
+        if node in outputs:
             continue
         if not is_shared:
             user = next(user for user in node.users if user not in nodes)
@@ -186,7 +191,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
             return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
         kept.add(node)
     captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
-    refused = _refused(pattern, variant, captures, outputs[0], passed)
+    refused = _refused(pattern, variant, captures, outputs[0], passed) if pattern.where else None
     if isinstance(refused, Failure):
         return refused
     return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)

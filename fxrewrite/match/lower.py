@@ -86,8 +86,8 @@ class Variant:
         stages: conditions per output; those of output 0 are evaluated first, the others once their output is chosen.
         links: how to find the outputs 1, 2 ...
         captures: name -> path; None if the name belongs to an alternative that this reading does not take.
-        inner: paths of the operators below the outputs, users before what they use.
-        shared: those of `inner` that may have users outside the match.
+        below: paths of the operators below the outputs, users before what they use, and whether each may have users
+            outside the match.
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         lists: per output, its lists of any length.
         first: the place in the pattern of output 0; the graph reads none of those before it, which are `unread`.
@@ -97,8 +97,7 @@ class Variant:
     stages: tuple[tuple[Condition, ...], ...]
     links: tuple[Link, ...]
     captures: dict[str, Path | None]
-    inner: tuple[Path, ...]
-    shared: frozenset[Path]
+    below: tuple[tuple[Path, bool], ...]
     siblings: Link | None = None
     lists: tuple[tuple[VariadicList, ...], ...] = ()
     first: int = 0
@@ -119,7 +118,7 @@ class Variant:
     def paths(self) -> frozenset[Path]:
         """All paths whose values belong to the match."""
         captured = [path for path in self.captures.values() if path is not None]
-        return frozenset([*self.outputs, *self.inner, *captured])
+        return frozenset([*self.outputs, *(path for path, _ in self.below), *captured])
 
     @property
     def root_key(self) -> str:
@@ -395,18 +394,16 @@ def _variant(
         stages.append(known.join(part, may_miss=may_miss[-1] is not None))
         lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.
-    operators = [item for part in parts for item in part.operators]
-    inner = tuple(path for path, _ in operators if path.parent is not None)
+    operators = [item for part in parts for item in part.operators if item[0].parent is not None]
+    below = tuple((path, isinstance(term, Op) and term.shared) for path, term in operators)
     named = {capture.name: captures.get(capture.name) for capture in pattern.captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
-    shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
     first = pattern.outputs[0]
     return Variant(
         tuple(stages),
         tuple(links),
         named,
-        inner,
-        shared,
+        below,
         _link_of_siblings(first, parts[0], captures, pattern) if isinstance(first, Siblings) else None,
         lists=tuple(lists) if any(lists) else (),
         first=first_output,

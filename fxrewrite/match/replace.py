@@ -230,7 +230,7 @@ class Replacer(TracerBase):
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeProxy:
         """Makes a node that calls `target`; in a graph of ATen overloads, torch functions become overloads."""
         unwrap, target = self.unwrap, ops.operator_of(target)
-        args = tuple([unwrap(item) for item in args])
+        args = tuple([item.node if type(item) is NodeProxy else unwrap(item) for item in args])
         kwargs = {name: unwrap(item) for name, item in kwargs.items()} if kwargs else {}
         if isinstance(target, torch.nn.Module):
             return self.proxy(self._create(target, args, kwargs))

@@ -36,12 +36,12 @@ class Effects:
             if op == "call_module" or ops.may_have_effects(target):
                 self._note(nodes)
             elif ops.may_take_out(target):
-                self._note([node for node in nodes if "out" in node.kwargs])
+                self._note([node for node in nodes if node._kwargs and "out" in node._kwargs])  # of all calls
         self.writers.sort()
         self.draws.sort()
 
     def add(self, nodes: Iterable[fx.Node], draws: Iterable[fx.Node]) -> None:
-        """Adds new nodes, and those of them that draw."""
+        """Adds new nodes that `may_act`, and those of them that draw."""
         for node in nodes:
             if _writes(node):
                 bisect.insort(self.writers, node)
@@ -79,6 +79,11 @@ class Effects:
     def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
         """Yields those of `nodes` that are after a node."""
         return (node for node in nodes[bisect.bisect_right(nodes, first) :] if node not in self._erased)
+
+
+def may_act(node: fx.Node) -> bool:
+    """False if the node, which may be any call, neither writes nor draws."""
+    return node.op == "call_module" or ops.may_have_effects(node.target) or "out" in node._kwargs
 
 
 def _writes(node: fx.Node) -> bool:
@@ -121,6 +126,8 @@ def check_modes(match: Match, place: fx.Node | None, effects: Effects) -> None:
         RefusedError: a node between those that are replaced and the place of the new ones switches a mode, and the
             modes are not the same again.
     """
+    if not effects.writers:
+        return
     ends = (*match.nodes, place) if place is not None else match.nodes
     first, last = min(ends), max(ends)
     switch = next((node for node in effects.between(effects.writers, first, last) if ops.sets_mode(node)), None)
@@ -145,8 +152,6 @@ def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], 
     Raises:
         RefusedError: a later node writes, or may write, to memory that only one of the two shares.
     """
-    if not effects.writers:
-        return
     own_was = {node for node in match.nodes if node not in match.kept}
     own_is = set(created)
     # Compare, per output, with what else old and new value share memory, and which outputs share memory mutually.
@@ -161,14 +166,19 @@ def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], 
             check_later_writes(old, memory | {old, new}, effects)
 
 
-def check_writes(match: Match, created: list[fx.Node]) -> None:
+def check_writes(match: Match, created: list[fx.Node], acting: list[fx.Node]) -> None:
     """Refuses a replacement that writes to memory that it did not create, which other nodes may read.
+
+    Args:
+        match: what is replaced.
+        created: the new nodes.
+        acting: those of them that `may_act`.
 
     Raises:
         RefusedError: a new node writes to memory of a capture.
     """
     own = set(created)
-    for node in created:
+    for node in acting:
         if _writes(node):
             for written in ops.mutated(node):
                 foreign = [origin for origin in ops.memory_origins(written) if origin not in own]
@@ -251,11 +261,11 @@ def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) 
     Raises:
         RefusedError: draws are removed, added or reordered, and `rng` does not declare it.
     """
-    drawn = (
-        sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node)) if effects.draws else []
-    )
+    if rng == "changes" or not (draws or effects.draws):
+        return
+    drawn = sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node))
     was, is_now = [ops.key(node) for node in drawn], [ops.key(node) for node in draws]
-    if rng == "changes" or not (was or is_now):
+    if not (was or is_now):
         return
     if was == is_now:
         moved = [d for d in effects.between(effects.draws, min(match.nodes), max(match.nodes)) if d not in match.nodes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Set as AbstractSet
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _INDICES = frozenset({"index", "indices", "target", "mask"})
 
 
 def check_values(
-    edit: Edit, replaced: Iterable[tuple[fx.Node, fx.Node]], effects: Effects, own: AbstractSet[fx.Node]
+    edit: Edit, replaced: Iterable[tuple[fx.Node, fx.Node]], effects: Effects, own: Iterable[Iterable[fx.Node]]
 ) -> dict[fx.Node, Any]:
     """Refuse replacements with another shape, dtype or device, or with other strides if a reader depends on them.
 
@@ -34,16 +34,18 @@ def check_values(
         edit: the transaction.
         replaced: pairs of a node and what replaces it.
         effects: what the graph writes.
-        own: nodes that keep what they read: those of the replacement, and of the match.
+        own: groups of nodes that keep what they read: those of the replacement, and of the match.
     """
-    values = [(old, ops.value(old), ops.value(new)) for old, new in replaced]
-    known = [(old, was, now) for old, was, now in values if was is not ops.MISSING and now is not ops.MISSING]
-    for old, was, is_now in known:
-        _check_shape(old, was, is_now)
-    changed = [(old, was, is_now) for old, was, is_now in known if was is not is_now]
+    changed: list[tuple[fx.Node, Any, Any]] = []
+    for old, new in replaced:
+        was, is_now = ops.value(old), ops.value(new)
+        if was is not is_now and was is not ops.MISSING and is_now is not ops.MISSING:
+            _check_shape(old, was, is_now)
+            changed.append((old, was, is_now))
     if not changed:
         return {}
-    found = after_strides(edit, [Replaced(old, now, old.users.keys() - own) for old, _, now in changed], effects)
+    kept = set(itertools.chain(*own))
+    found = after_strides(edit, [Replaced(old, now, old.users.keys() - kept) for old, _, now in changed], effects)
     if isinstance(found, fx.Node):
         old, was, is_now = next((one for one in changed if not is_alike(one[1], one[2])), changed[0])
         refuse(
@@ -162,6 +164,8 @@ def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
     """Refuse a call that computes a fake value, and whose kernel would raise: it takes operands of one dtype."""
     for node in created:
         if not isinstance(node.target, torch._ops.OpOverload) or not ops.has_trait(node, "one_dtype"):
+            continue
+        if len({value.dtype for read in node.all_input_nodes for value in ops.tensors_of(read)}) < 2:
             continue
         bound = ops.bind(node)
         found = {name: ops.value(given) for name, given in bound.items() if isinstance(given, fx.Node)}

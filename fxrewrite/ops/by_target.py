@@ -13,23 +13,26 @@ class ByTarget(Generic[T]):
 
     The fact of a function goes with it, and of what Python cannot refer to weakly, the target is kept: ids are not
     reused.
+
+    Attributes:
+        facts: by the name of a method, and by the id of any other target, for those who cannot wait for `get`.
     """
 
-    __slots__ = ("__weakref__", "_facts", "_targets")
+    __slots__ = ("__weakref__", "_targets", "facts")
 
     def __init__(self) -> None:
-        self._facts: dict[Any, T] = {}
+        self.facts: dict[Any, T] = {}
         self._targets: dict[Any, Any] = {}
 
     def get(self, target: Any) -> T | None:
         """Returns the fact, or None."""
-        return self._facts.get(target if type(target) is str else id(target))
+        return self.facts.get(target if type(target) is str else id(target))
 
     def set(self, target: Any, fact: T) -> T:
         """Stores the fact, and returns it."""
         name = target if type(target) is str else id(target)
         self._targets[name] = self._held(name, target)
-        self._facts[name] = fact
+        self.facts[name] = fact
         return fact
 
     def forget(self, target: Any) -> None:
@@ -43,5 +46,5 @@ class ByTarget(Generic[T]):
             return target
 
     def _drop(self, name: Any) -> None:
-        self._facts.pop(name, None)
+        self.facts.pop(name, None)
         self._targets.pop(name, None)

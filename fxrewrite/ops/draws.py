@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxrewrite.ops import keys
-from fxrewrite.ops.binding import Signature, signature_of
+from fxrewrite.ops.binding import is_settled, signature_of, spelling
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.called import (
     CALLERS,
@@ -38,22 +38,33 @@ _RANDOM_FUNCTIONS = frozenset(
 )
 """Python functions of torch without a schema that draw random numbers."""
 _SWITCHES = frozenset({"train", "training", "dropout_p", "p", "dropout"})
-_SWITCHED_OFF: dict[Signature, bool] = {}
+_SPELLED: dict[tuple[Any, ...], bool] = {}
+"""Whether calls draw, by their spelling, of those whose switches are at their defaults."""
 _DRAWS: ByTarget[bool] = ByTarget()
 
 
 def is_random(node: fx.Node) -> bool:
     """True if the node draws from a random number generator. Dropout in evaluation or with p = 0 does not draw, nor
     does a recurrent network without dropout."""
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in ("call_function", "call_method") or not may_draw(node.target):
         return False
+    spelled = spelling(node.target, node.args, node.kwargs)
+    found = _SPELLED.get(spelled)
+    if found is not None:
+        return found
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         name = keys.key(node)
         return may_be_random(name, called_overload(node.args)) if name in CALLERS else _body_draws(node)
     overload = overload_that_runs(node)
     if overload is None:
         return keys.key(node) in _RANDOM_FUNCTIONS
-    return schema_effects(overload).draws and not _is_switched_off(node)
+    if not schema_effects(overload).draws:
+        return False
+    signature = signature_of(node.target, node.args, node.kwargs)
+    found = not _switches_off(signature.bind(node.args, node.kwargs))
+    if _SWITCHES.isdisjoint(signature.given) and is_settled(spelled):
+        _SPELLED[spelled] = found
+    return found
 
 
 def may_draw(target: Any) -> bool:
@@ -88,18 +99,8 @@ def _body_draws(node: fx.Node) -> bool:
     return not bodies or any(is_random(inner) for body in bodies for inner in body.graph.nodes)
 
 
-def _is_switched_off(node: fx.Node) -> bool:
-    """True if the arguments, or by default the schema, switch the randomness off; cached per spelling."""
-    signature = signature_of(node.target, node.args, node.kwargs)
-    if not _SWITCHES.isdisjoint(signature.given):
-        return _switches_off(signature.bind(node.args, node.kwargs))
-    found = _SWITCHED_OFF.get(signature)
-    if found is None:
-        found = _SWITCHED_OFF[signature] = _switches_off(signature.bind(node.args, node.kwargs))
-    return found
-
-
 def _switches_off(bound: dict[str, Any]) -> bool:
+    """Whether the arguments, with their defaults, switch the randomness off."""
     if bound.get("train", True) is False or bound.get("training", True) is False:
         return True
     probability = bound.get("dropout_p", bound.get("p") if "train" in bound or "training" in bound else None)

@@ -134,7 +134,7 @@ def key(node_or_target: Any) -> str:
         op = node_or_target.op
         if op == "call_function":
             target = node_or_target.target
-            found = _FUNCTIONS.get(target)
+            found = _FUNCTIONS.facts.get(id(target))
             if found is None:
                 found = _FUNCTIONS.set(target, _resolver(target))
             return found if isinstance(found, str) else found(node_or_target)
@@ -162,8 +162,10 @@ def possible_keys(target: Any) -> tuple[str, ...]:
     found = key(target)
     if target in OPERATORS:
         return found, f"operator.{target.__name__}"
-    if wrapper_of(target) is not None:
-        return found, f"{found}_", _python_name(python_function(target))
+    wrapper = wrapper_of(target)
+    if wrapper is not None:
+        in_place = (f"{found}_",) if wrapper.inplace else ()
+        return found, *in_place, _python_name(python_function(target))
     return (found, "aten::split_with_sizes") if found == "aten::split" else (found,)
 
 

@@ -31,6 +31,19 @@ def test_earlier_owners_have_priority() -> None:
     assert [owner for owner, _ in program.find(node, key)] == ["a", "b"]
 
 
+def scaled(inner: float, outer: float) -> Pattern:
+    return trace(lambda x: torch.clamp(torch.clamp(x, max=inner), max=outer))
+
+
+def test_rules_that_differ_in_two_literals_are_told_apart() -> None:
+    choices = [(inner, outer) for inner in (2.0, 3.0, 4.0) for outer in (5.0, 6.0)]
+    program = Program([(choice, scaled(*choice)) for choice in choices])
+    for inner, outer in choices:
+        graph = fx.symbolic_trace(lambda x: torch.clamp(torch.clamp(x, max=inner), max=outer)).graph  # noqa: B023
+        found = [owner for node, key in program.roots(graph.nodes) for owner, _ in program.find(node, key)]
+        assert found == [(inner, outer)]
+
+
 def test_a_root_operator_is_compiled_when_a_graph_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Tree] = []
     monkeypatch.setattr(program_module, "compile_tree", lambda *given: made.append(given[0]) or compile_tree(*given))
