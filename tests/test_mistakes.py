@@ -117,6 +117,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: negate(under_no_grad).apply(graph()),
         r"signs.negate: a replacement calls .*tanh.* as under torch.no_grad\(\).*; write x.detach\(\) .*, at %neg_1",
     ),
+    "a mode in a pattern": (
+        lambda: rule("signs.none")(under_no_grad),
+        r"rule signs.none: pattern under_no_grad: a pattern calls .*tanh in a mode of its own, .*; match detach",
+    ),
     "a cast that autocast makes": (
         lambda: negate(under_autocast).apply(graph()),
         r"signs.negate: a replacement calls .*matmul in a mode of its own.* and casts as x.to\(dtype\), at %neg_1",

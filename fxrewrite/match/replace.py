@@ -125,12 +125,6 @@ class _Shape:
         return self._proxy.tracer.call(_aten.sym_size.int, (self._proxy, range(len(self))[dim]), {})
 
 
-def _modes() -> tuple[bool, ...]:
-    """The modes that decide what a call computes, and of which its node says nothing."""
-    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
-
-
 class Replacer(TracerBase):
     """Creates the nodes of one replacement.
 
@@ -160,7 +154,7 @@ class Replacer(TracerBase):
         self._gradients = gradients
         self._is_aten = isinstance(like.target, torch._ops.OpOverload) or edit.is_aten
         self._proxies: dict[fx.Node, NodeProxy] = {}
-        self._modes = _modes()
+        self._modes = ops.modes_now()
 
     def proxy(self, node: fx.Node) -> NodeProxy:
         """Returns the proxy of a node; each node has one proxy."""
@@ -267,7 +261,7 @@ class Replacer(TracerBase):
         return called
 
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        if _modes() != self._modes:
+        if ops.modes_now() != self._modes:
             raise RuleDefinitionError(
                 f"a replacement calls {ops.key(target)} in a mode of its own, as under torch.no_grad() or autocast, "
                 "which a graph does not hold; write x.detach() for a value without its gradient, and casts as "

@@ -51,6 +51,7 @@ from fxrewrite.ops.modes import (
     VMAP_OPENS as VMAP_OPENS,
     autocasts_at as autocasts_at,
     modes_at as modes_at,
+    modes_now as modes_now,
     says_of_mode as says_of_mode,
     sets_mode as sets_mode,
     switches_gradients as switches_gradients,

@@ -90,3 +90,9 @@ def vmap_around(node: fx.Node) -> fx.Node | None:
         elif one.target is VMAP_CLOSES:
             opened.pop()
     return opened[0] if opened else None
+
+
+def modes_now() -> tuple[bool, ...]:
+    """The modes that decide what a call computes, and of which its node says nothing."""
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)

@@ -252,13 +252,14 @@ class Siblings(Term):
     least: int = 2
 
 
-_TRACING = contextvars.ContextVar("_TRACING", default=False)
+_TRACING = contextvars.ContextVar[tuple[bool, ...] | None]("_TRACING", default=None)
+"""The modes in which the function of a pattern was called; None while none runs."""
 
 
 @contextlib.contextmanager
 def tracing() -> Generator[None]:
     """Within it, `==` and `!=` in code outside of this package are calls, as `<` is; elsewhere they compare terms."""
-    before = _TRACING.set(True)
+    before = _TRACING.set(ops.modes_now())
     try:
         yield
     finally:
@@ -269,7 +270,7 @@ def _compares(function: Callable[..., Any], terms: Callable[[Any, Any], Any]) ->
     package = __name__.partition(".")[0]
 
     def method(self: Term, other: Any) -> Any:
-        if _TRACING.get() and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != package:
+        if _TRACING.get() is not None and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != package:
             if is_size(self):
                 raise RuleDefinitionError(
                     'a pattern cannot branch on sizes or dtypes; state them, as in where=["size(x, 0) == 2"]'
@@ -347,10 +348,15 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
     """Returns the term for a node that calls `target` with these arguments, in any spelling of the call.
 
     Raises:
-        RuleDefinitionError: the call fits no signature, or writes to memory.
+        RuleDefinitionError: the call fits no signature, writes to memory, or is made in another mode than its pattern.
     """
     target = ops.operator_of(target)
     key = ops.call_key(target, args, kwargs)
+    if _TRACING.get() not in (None, ops.modes_now()):
+        raise RuleDefinitionError(
+            f"a pattern calls {key} in a mode of its own, as under torch.no_grad() or autocast, of which the node of a "
+            "call says nothing; match detach(x) for a value without its gradient, and casts as x.to(dtype)"
+        )
     try:
         signature = ops.signature_of(target, args, kwargs)
     except ops.BindingError as error:
