@@ -13,7 +13,7 @@ from torch import fx
 from fxrewrite import FxRewriteError, Pattern, Rule, RuleSet, cap, op, rule
 from fxrewrite.backends import capture
 from fxrewrite.ops import communicates
-from fxrewrite.spmd import LayoutRule, Parallelism, Shard, param, sends
+from fxrewrite.spmd import LayoutRule, Parallelism, Partial, Shard, Stored, param, sends
 from fxrewrite.testing import simulate
 
 NEG = Pattern((op("neg", cap("x")),))
@@ -117,6 +117,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: negate(under_no_grad).apply(graph()),
         r"signs.negate: a replacement calls .*tanh.* as under torch.no_grad\(\).*; write x.detach\(\) .*, at %neg_1",
     ),
+    "stored as a sum": (lambda: Stored(Partial()), r"Stored\(Partial\(.*\)\): what is stored in shards is stated as"),
     "a mode in a pattern": (
         lambda: rule("signs.none")(under_no_grad),
         r"rule signs.none: pattern under_no_grad: a pattern calls .*tanh in a mode of its own, .*; match detach",

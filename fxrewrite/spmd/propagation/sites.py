@@ -37,11 +37,18 @@ class Stored:
     ranks, as those of a DTensor. With `or_whole`, a parameter that cannot be held so is held whole: it has no such
     dimension, or the ranks divide neither it nor an inner axis's shards of it. With `kept`, what was gathered stays
     until the backward pass has read it; otherwise it is gathered again.
+
+    Raises:
+        MisstatedError: `held` is not a Shard.
     """
 
     held: AnyPlacement
     or_whole: bool = False
     kept: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(as_placement(self.held), Shard):
+            raise MisstatedError(f"Stored({self.held!r}): what is stored in shards is stated as Stored(Shard(dim))")
 
     def __str__(self) -> str:
         gathered = f"gathered before use{' and kept for the backward pass' * self.kept}"
@@ -131,6 +138,8 @@ def matching(site: Site, known: Mapping[str, T]) -> Iterator[tuple[str, T]]:
         said = f"{site} matches nothing; the graph has {', '.join(map(repr, near)) or 'none'}"
         if site.kind == "inputs":
             said += " (a tensor that is passed twice has its first name: pass labels=ids.clone(), for example)"
+        elif site.kind == "param":
+            said += " (tied parameters have one name, as a tied head that of the embedding)"
         raise NothingMatchesError(said)
     yield from ((name, known[name]) for name in found)
 
