@@ -73,8 +73,7 @@ class Edit:
         if body is None:
             raise InvariantError("the graph has no output node; only complete graphs can be edited")
         self.body: fx.Node = body
-        self._names: dict[int, str] = {}  # by the id of a target, which is kept alive
-        self._named: list[Any] = []
+        self._names: dict[int, tuple[str, Any]] = {}  # by the id of a target, which is kept alive
         self.computed: dict[fx.Node, tuple[str, tuple[str, ...]]] = {}
         self._bodies: list[Edit] | None = None if bodies else []
         self._untracked: UntrackedChanges | None = None
@@ -209,11 +208,10 @@ class Edit:
             before = self.body if after.op == "placeholder" else after.next
         if isinstance(target, torch.nn.Module):
             return self._call_module(target, args, kwargs or {}, before, rule)
-        name = self._names.get(id(target))  # an overload hashes slowly
-        if name is None:
-            name = self._names[id(target)] = self.graph._target_to_str(target).replace(".", "_")
-            self._named.append(target)
-        node = insert_call(self.graph, before, target, tuple(args), dict(kwargs) if kwargs else {}, name)
+        named = self._names.get(id(target))  # an overload hashes slowly
+        if named is None:
+            named = self._names[id(target)] = self.graph._target_to_str(target).replace(".", "_"), target
+        node = insert_call(self.graph, before, target, tuple(args), dict(kwargs) if kwargs else {}, named[0])
         self._journal.append(("create", node))
         meta = node.meta
         if like is not None:

@@ -95,10 +95,10 @@ def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:
 
 
 def _computed_again(nodes: list[fx.Node], through: set[fx.Node], live: set[fx.Node]) -> set[fx.Node]:
-    """Values that must be computed again for the backward pass, of which an operator reads what they lead to."""
+    """Values that are computed again for the backward pass, of which an operator reads what they lead to."""
     again = set[fx.Node]()
     for node in reversed(nodes):
-        if node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE and any(
+        if node.meta.get("recompute") in _RECOMPUTED and any(
             user in again or (user in live and _reads_in_backward(user, node, through)) for user in node.users
         ):
             again.add(node)
@@ -112,10 +112,12 @@ def _reads_in_backward(user: fx.Node, value: fx.Node, through: set[fx.Node]) -> 
         given = bind(user)
         return any(given[name] in through for name, other in (names, names[::-1]) if given[other] is value)
     is_table = key(user) == "aten::embedding" and bind(user)["weight"] is value
-    is_tagged = user.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE  # what reads that is asked in its place
+    is_tagged = user.meta.get("recompute") in _RECOMPUTED  # what reads that is asked in its place
     return not (is_table or is_tagged or has_trait(user, "saves_nothing", "saves_result", *_MOVES))
 
 
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+"""Tags of what the backward pass computes again: AOTAutograd's partitioner takes both for orders."""
 _MOVES: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand", "permute", "slice", "split")
 """Traits of operators whose backward pass reads no operand."""
 
@@ -137,10 +139,15 @@ class Sent(NamedTuple):
 
 
 def sent_in(flow: GradientFlow, sizes: Mapping[str, int]) -> Iterator[Sent]:
-    """Every collective of a step; where a value is computed again, what it is made of is sent again."""
+    """Every collective of a step over these axes, those of the model's own not among them.
+
+    Where a value is computed again, what it is made of is sent again.
+    """
     for node in flow.nodes:
-        there, back = _kinds(node, sizes, flow.through)
-        axis = node.meta.get("axis", "")
+        axis: str = node.meta.get("axis", "")
+        if axis not in sizes:
+            continue
+        there, back = _kinds(node, sizes[axis], flow.through)
         if there is not None:
             yield Sent(there[0], axis, "forward", there[1])
             if node in flow.again:
@@ -153,23 +160,21 @@ _Kind = tuple[str, float]
 """A kind of collective, and the bytes that a rank sends in it."""
 
 
-def _kinds(node: fx.Node, sizes: Mapping[str, int], through: set[fx.Node]) -> tuple[_Kind | None, _Kind | None]:
+def _kinds(node: fx.Node, num_ranks: int, through: set[fx.Node]) -> tuple[_Kind | None, _Kind | None]:
     """What a rank sends in the node, and in its backward pass if a gradient flows to it."""
     kind = COLLECTIVE_KINDS.get(node.target)
     if kind is not None:
-        num_ranks, held, adjoint = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0]), ADJOINTS[kind]
+        held, adjoint = bytes_held(node.all_input_nodes[0]), ADJOINTS[kind]
         back = collective_bytes(adjoint, bytes_held(node), num_ranks)
         return (kind, collective_bytes(kind, held, num_ranks)), (adjoint, back)
     if node.target is GATHER_CAST:  # sent in the dtype of the result, and reduced in that of the operand
-        num_ranks, held = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0])
-        gathered = bytes_held(node) * (num_ranks - 1) / num_ranks
+        held, gathered = bytes_held(node.all_input_nodes[0]), bytes_held(node) * (num_ranks - 1) / num_ranks
         return ("all_gather", gathered), ("reduce_scatter", collective_bytes("all_gather", held, num_ranks))
     if node.target in (MEAN_GRADIENT, MEAN_GRADIENTS):
         averaged = [operand for operand in node.all_input_nodes if operand in through]
-        num_ranks = sizes[node.meta["axis"]]
         return None, ("all_reduce", collective_bytes("all_reduce", sum(map(bytes_held, averaged)), num_ranks))
     if node.target is SEND_ROWS:
-        forward, backward = _sent_rows(node)
+        forward, backward = _sent_rows(node, num_ranks)
         return ("all_to_all", forward), ("all_to_all", backward)
     inside = node.meta.get(PRICE)
     if inside is not None:
@@ -178,10 +183,8 @@ def _kinds(node: fx.Node, sizes: Mapping[str, int], through: set[fx.Node]) -> tu
     return None, None
 
 
-def _sent_rows(node: fx.Node) -> tuple[float, float]:
-    given: Any = node.args
-    values, counts, *_ = given
-    num_ranks = int(counts.meta["val"].shape[1])
+def _sent_rows(node: fx.Node, num_ranks: int) -> tuple[float, float]:
+    values: Any = node.args[0]
     forward = backward = 0.0
     for operand, result in zip(values, node.meta["val"], strict=True):
         value = operand.meta["val"]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxrewrite.capture.decomposed import at_most, run_decomposed
 from fxrewrite.graph.edit import Edit
-from fxrewrite.ops import is_random, value
+from fxrewrite.ops import is_random, tensors_of, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.layouts.rule import LayoutRules
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
@@ -54,8 +54,9 @@ class DecomposeUnknown:
         return (
             isinstance(target, OpOverload)
             and not target._schema.is_mutable
-            and not is_random(node)
             and target._can_decompose()
+            and bool(tensors_of(node))  # sizes and other numbers are what they are
+            and not is_random(node)
             and self.layouts.of(node)[2] is None
         )
 
@@ -75,7 +76,7 @@ class DecomposeUnknown:
         if body is None:
             return False
         results: Any = body.graph.output_node().args[0]
-        if not isinstance(results, fx.Node) and any(user.target is not operator.getitem for user in node.users):
+        if not isinstance(results, fx.Node) and not all(_is_item(user, results) for user in node.users):
             return False
         made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
         for part in body.graph.nodes:
@@ -116,6 +117,12 @@ class DecomposeUnknown:
         if part.op != "call_function":
             return False
         return part.target is operator.getitem or self.layouts.of(part)[2] is not None
+
+
+def _is_item(user: fx.Node, results: Sequence[Any]) -> bool:
+    """Whether a user of a list reads one of its values."""
+    at: Any = user.args[1] if user.target is operator.getitem else None
+    return isinstance(at, int) and isinstance(results[at], fx.Node)
 
 
 class _InParts(fx.Interpreter):

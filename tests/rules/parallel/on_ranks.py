@@ -15,7 +15,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from fxrewrite.backends import normalized
 from fxrewrite.graph import input_name
 from fxrewrite.ops import key
-from fxrewrite.spmd import SEND_ROWS, Parallelism, Parallelisms, SpmdReport, contexts
+from fxrewrite.spmd import SEND_ROWS, Parallelism, Parallelisms, SpmdReport, bytes_held, collective_bytes, contexts
+from fxrewrite.spmd.group import CollectiveKind
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.one_device import captured
 
@@ -37,16 +38,20 @@ class Comparison:
     """Of gradients, relative to the largest gradient."""
 
 
-def sent_backward(program: fx.GraphModule, values: list[Any]) -> Counter[str]:
-    """The collectives of the backward pass, as inductor's partitioner makes it."""
-    found = Counter[str]()
+def sent_backward(program: fx.GraphModule, values: list[Any], ranks: int) -> tuple[Counter[str], Counter[str]]:
+    """The collectives of the backward pass, as inductor's partitioner makes it, by operator; and the bytes sent."""
+    found, num_bytes = Counter[str](), Counter[str]()
+    kinds = {name: kind for kind, names in _NAMES.items() for name in names}
 
     def run(gm: fx.GraphModule, example_inputs: Any) -> Any:  # torch passes them by name
         return make_boxed_func(gm.forward)
 
     def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        sent = (node for node in gm.graph.nodes if _is_collective(node) or node.target is SEND_ROWS)
-        found.update(key(node).partition("::")[2] for node in sent)
+        for node in gm.graph.nodes:
+            if _is_collective(node) or node.target is SEND_ROWS:
+                name = key(node).partition("::")[2]
+                found[name] += 1
+                num_bytes[name] += round(collective_bytes(kinds[name], bytes_held(node.all_input_nodes[0]), ranks))
         return run(gm, example_inputs)
 
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -60,10 +65,10 @@ def sent_backward(program: fx.GraphModule, values: list[Any]) -> Counter[str]:
         bw_compiler=count,
         partition_fn=min_cut_rematerialization_partition,
     )(*local).backward()
-    return found
+    return found, num_bytes
 
 
-_NAMES = {
+_NAMES: dict[CollectiveKind, tuple[str, ...]] = {
     "all_reduce": ("all_reduce",),
     "all_gather": ("all_gather_into_tensor",),
     "reduce_scatter": ("reduce_scatter_tensor",),
@@ -97,7 +102,7 @@ def compared(
         made = plan.plan().apply(program, context=contexts(mesh))
         report = SpmdReport.of(made, program, dict.fromkeys(axes, ranks))
         run = run_on_ranks(program, values, mesh, backward=0)
-        backward = sent_backward(program, values)
+        backward, num_bytes = sent_backward(program, values, ranks)
     for outputs in run.outputs:
         torch.testing.assert_close(outputs[0], loss.detach(), rtol=tolerance, atol=0)
     names = map(input_name, gm.graph.find_nodes(op="placeholder"))
@@ -110,11 +115,11 @@ def compared(
     assert max(errors) < tolerance, max(errors)
     sent = filter(_is_collective, program.graph.nodes)
     forward = Counter((node.meta["axis"], key(node).partition("::")[2]) for node in sent)
-    said = Counter[str]()
-    for collective in report.collectives:
-        if collective.direction != "forward":
-            said[collective.kind] += collective.count
-    assert said == Counter({kind: sum(backward[name] for name in names) for kind, names in _NAMES.items()})
+    for kind, names in _NAMES.items():
+        said = [c for c in report.collectives if c.kind == kind and c.direction != "forward"]
+        assert sum(c.count for c in said) == sum(backward[name] for name in names), kind
+        if not backward["send_rows"]:  # of which data decide the rows
+            assert sum(c.bytes_sent for c in said) == sum(num_bytes[name] for name in names), kind
     return Comparison(forward, backward, program, report, max(errors))
 
 

@@ -15,12 +15,21 @@ from rules.layouts import LAYOUTS
 from tests.autosp.one_device import assert_equal_to_one_device, captured
 
 VOCAB, WIDTH = 13, 12
+torch.library.define("decompose_test::doubled", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("decompose_test::doubled", "CompositeImplicitAutograd")
+def doubled(x: Tensor) -> Tensor:
+    return torch.dstack([x, x])[..., ::2] + x
+
+
 MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
     "dstack": lambda x: torch.dstack([x[..., ::2], x[..., 1::2]]),
     "trapezoid of features": lambda x: x * torch.trapezoid(x, dim=-1).unsqueeze(-1),
     "two trapezoids, and a shift": lambda x: torch.fft.fftshift(x * torch.trapezoid(x, x.cos())[..., None], dim=-1),
     "norm of a matrix of features": lambda x: x / torch.linalg.matrix_norm(x.unflatten(-1, (3, 4)))[..., None],
     "sorted rows, and flipped ones": lambda x: x.msort() + x.flipud(),
+    "an operator of one's own": lambda x: torch.ops.decompose_test.doubled(x),
     "pool of features": lambda x: nn.functional.max_pool1d(x, 3, 1, 1) + nn.functional.avg_pool1d(x, 3, 1, 1),
 }
 
