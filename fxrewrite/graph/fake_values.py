@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -88,18 +88,48 @@ class FakeValues:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
         return self._call(node.target, args, kwargs, ops.autocasts_at(node), saving)
 
-    def saved_for_backward(self, node: fx.Node) -> list[fx.Node]:
-        """Returns which of a node and its inputs autograd saves; all of these if the node cannot be run."""
+    def saved_for_backward(self, node: fx.Node, trained: Collection[fx.Node] | None = None) -> list[fx.Node]:
+        """Returns which of a node and its inputs autograd saves; all of these if that cannot be tried.
+
+        `trained` are the inputs that have gradients; None: those whose values say it, or all where none does.
+        """
+        inputs = node.all_input_nodes
+        candidates = [node, *inputs]
+        if isinstance(node.target, torch._ops.HigherOrderOperator):  # its bodies are not traced for autograd
+            return candidates
+        of_values = self.key == "example_value" and trained is None
+        leaves = [
+            _leaf if of_values else _as_trained_leaf if trained is None or one in trained else torch.Tensor.detach
+            for one in inputs
+        ]
         saved: list[torch.Tensor] = []
-        candidates = [node, *node.all_input_nodes]
         try:
-            leaf = _leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
-            given = {used: tree_map_only(torch.Tensor, leaf, self._of_input(used)) for used in candidates[1:]}
+            memories = [ops.storages_in(self._of_input(used)) for used in inputs]
+            same = (
+                "saved",
+                id(node.target),
+                argument_key((node.args, node.kwargs), lambda leaf: self._placed(leaf, inputs)),
+                tuple(tuple(bool(one & other) for other in memories) for one in memories),
+                tuple(leaves),
+                ops.autocasts_at(node),
+            )
+            if same in self._runs:
+                return [candidates[place] for place in self._runs[same][0]]
+            given = {
+                used: tree_map_only(torch.Tensor, leaf, self._of_input(used))
+                for used, leaf in zip(inputs, leaves, strict=True)
+            }
             result = self.run_with(node, given, saving=saved.append)
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return candidates
         memory = ops.storages_in(saved)
-        return [one for one in candidates if memory & ops.storages_in(result if one is node else given[one])]
+        places = [place for place, value in enumerate((result, *given.values())) if memory & ops.storages_in(value)]
+        self._runs[same] = (places, node.target, node.args, node.kwargs)
+        return [candidates[place] for place in places]
+
+    def _placed(self, leaf: Any, inputs: Sequence[fx.Node]) -> Any:
+        """The look of an argument, and which of the inputs it is."""
+        return (inputs.index(leaf) if isinstance(leaf, fx.Node) else None, self._look(leaf))
 
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""

@@ -22,7 +22,7 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
         program: of one rank.
         sizes: how many ranks each axis has, by its name.
     """
-    flow = GradientFlow.of(program)
+    flow = GradientFlow(program)
     forward = backward = flops = 0.0
     for collective in sent_in(flow, sizes):
         if collective.direction == "forward":
@@ -34,8 +34,8 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
         if inside is not None:
             flops += inside.flops
             continue
-        again = 2 if node in flow.again else 1
-        flops += again * operations(node)
+        once = operations(node)
+        flops += 2 * once if once and flow.is_computed_again(node) else once
         flops += backward_operations(node, flow.through) if node in flow.live else 0.0
     return Price(forward, backward, flops, parameter_bytes(program))
 

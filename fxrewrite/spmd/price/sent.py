@@ -9,7 +9,6 @@ Complexity: one pass over the nodes in each direction.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,8 +16,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.differentiable import differentiated, passed, requires_gradient
+from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
-from fxrewrite.ops import Trait, bind, factors, has_trait, is_inexact, key
+from fxrewrite.graph.walk import reached
+from fxrewrite.ops import is_inexact, key
 from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
@@ -54,7 +55,7 @@ def collectives_of(program: fx.GraphModule, sizes: Mapping[str, int], *, trains:
         trains: whether a backward pass follows.
     """
     found: dict[tuple[str, Direction, str], list[float]] = {}
-    for one in sent_in(GradientFlow.of(program), sizes):
+    for one in sent_in(GradientFlow(program), sizes):
         if trains or one.direction == "forward":
             found.setdefault((one.axis, one.direction, one.kind), []).append(one.num_bytes)
     order = list(sizes), get_args(Direction)
@@ -66,23 +67,34 @@ def collectives_of(program: fx.GraphModule, sizes: Mapping[str, int], *, trains:
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class GradientFlow:
-    """Which values of a program have gradients, and which are computed again for them."""
+    """Which values of a program have gradients, and which are computed again for them.
 
-    nodes: list[fx.Node]
-    through: set[fx.Node]
-    """those that a gradient may flow through"""
-    live: set[fx.Node]
-    """of these, those that one does flow to, from what the program returns"""
-    again: set[fx.Node]
+    Attributes:
+        nodes: all of the program, in order.
+        through: those that a gradient may flow through.
+        live: of these, those that one does flow to, from what the program returns.
+    """
 
-    @classmethod
-    def of(cls, program: fx.GraphModule) -> GradientFlow:
-        nodes = list(program.graph.nodes)
-        through = differentiated(nodes, requires_gradient, _passed)
-        live = _read_by_loss(nodes, through)
-        return cls(nodes, through, live, _computed_again(nodes, through, live))
+    def __init__(self, program: fx.GraphModule) -> None:
+        self.nodes = list(program.graph.nodes)
+        self.through = differentiated(self.nodes, requires_gradient, _passed)
+        self.live = _read_by_loss(self.nodes, self.through)
+        self._values = FakeValues(program)
+        self._saved: dict[fx.Node, list[fx.Node]] = {}
+
+    def is_computed_again(self, node: fx.Node) -> bool:
+        """Whether the backward pass reads what the value leads to, and computes it again as its tags say."""
+        leads_to = reached([node], lambda value: filter(_is_tagged, value.users))
+        return _is_tagged(node) and any(map(self._is_read, leads_to))
+
+    def _is_read(self, value: fx.Node) -> bool:
+        return any(value in self._saved_by(reader) for reader in (value, *value.users) if reader in self.live)
+
+    def _saved_by(self, node: fx.Node) -> list[fx.Node]:
+        if node not in self._saved:
+            self._saved[node] = self._values.saved_for_backward(node, self.through)
+        return self._saved[node]
 
 
 def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:
@@ -94,32 +106,13 @@ def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:
     return live
 
 
-def _computed_again(nodes: list[fx.Node], through: set[fx.Node], live: set[fx.Node]) -> set[fx.Node]:
-    """Values that are computed again for the backward pass, of which an operator reads what they lead to."""
-    again = set[fx.Node]()
-    for node in reversed(nodes):
-        if node.meta.get("recompute") in _RECOMPUTED and any(
-            user in again or (user in live and _reads_in_backward(user, node, through)) for user in node.users
-        ):
-            again.add(node)
-    return again
-
-
-def _reads_in_backward(user: fx.Node, value: fx.Node, through: set[fx.Node]) -> bool:
-    """Whether the backward pass of an operator reads this operand; True where it is not known."""
-    names = factors(user)
-    if names is not None:  # of two factors, each is read for the gradient of the other
-        given = bind(user)
-        return any(given[name] in through for name, other in (names, names[::-1]) if given[other] is value)
-    is_table = key(user) == "aten::embedding" and bind(user)["weight"] is value
-    is_tagged = user.meta.get("recompute") in _RECOMPUTED  # what reads that is asked in its place
-    return not (is_table or is_tagged or has_trait(user, "saves_nothing", "saves_result", *_MOVES))
+def _is_tagged(node: fx.Node) -> bool:
+    """Whether the value is computed again for the backward pass, if that needs it."""
+    return node.meta.get("recompute") in _RECOMPUTED
 
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 """Tags of what the backward pass computes again: AOTAutograd's partitioner takes both for orders."""
-_MOVES: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand", "permute", "slice", "split")
-"""Traits of operators whose backward pass reads no operand."""
 
 
 def _passed(node: fx.Node) -> Collection[fx.Node]:
@@ -150,7 +143,7 @@ def sent_in(flow: GradientFlow, sizes: Mapping[str, int]) -> Iterator[Sent]:
         there, back = _kinds(node, sizes[axis], flow.through)
         if there is not None:
             yield Sent(there[0], axis, "forward", there[1])
-            if node in flow.again:
+            if flow.is_computed_again(node):
                 yield Sent(there[0], axis, "again", there[1])
         if back is not None and node in flow.live:
             yield Sent(back[0], axis, "backward", back[1])

@@ -11,6 +11,7 @@ import torch
 from functorch.compile import aot_function, make_boxed_func
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.traceback import preserve_node_meta
 
 from fxrewrite.backends import normalized
 from fxrewrite.graph import input_name
@@ -59,12 +60,13 @@ def sent_backward(program: fx.GraphModule, values: list[Any], ranks: int) -> tup
         torch.zeros(node.meta["val"].shape, dtype=value.dtype).requires_grad_(value.requires_grad)
         for node, value in zip(placeholders, values, strict=True)
     ]
-    aot_function(
-        lambda *args: program(*args)[0],
-        fw_compiler=run,
-        bw_compiler=count,
-        partition_fn=min_cut_rematerialization_partition,
-    )(*local).backward()
+    with preserve_node_meta():  # such as what is to be computed again
+        aot_function(
+            lambda *args: fx.Interpreter(program).run(*args)[0],
+            fw_compiler=run,
+            bw_compiler=count,
+            partition_fn=min_cut_rematerialization_partition,
+        )(*local).backward()
     return found, num_bytes
 
 
