@@ -102,12 +102,18 @@ class _Ranked(Facts):
     """
 
     def tensor(
-        self, name: str, context: Sequence[torch.Tensor], bound: Mapping[str, Any], draw: Draw, attempt: int
+        self,
+        name: str,
+        context: Sequence[torch.Tensor],
+        bound: Mapping[str, Any],
+        draw: Draw,
+        attempt: int,
+        stated: Sequence[int] | None = None,
     ) -> InputSpec:
-        spec = super().tensor(name, context, bound, draw, attempt)
+        spec = super().tensor(name, context, bound, draw, attempt, stated)
         rank = self.ranks.get(name)
         shapes = [tensor.shape for tensor in context if rank and tensor.ndim >= rank]
-        if rank and shapes and draw.flag(0.7):
+        if rank and shapes and spec.shape != stated and draw.flag(0.7):
             sizes = [size for tensor in context for size in tensor.shape]
             some = draw.choice(*shapes)[-rank:] if draw.flag() else [draw.choice(*sizes) for _ in range(rank)]
             spec = replace(spec, shape=tuple(some))

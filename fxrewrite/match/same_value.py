@@ -19,9 +19,6 @@ from fxrewrite.match.safety import Effects
 from fxrewrite.match.strides import Replaced, after_strides, is_alike
 from fxrewrite.pattern.terms import tensor_text
 
-_INDICES = frozenset({"index", "indices", "target", "mask"})
-"""Names of operands whose dtype is their own."""
-
 
 def check_values(
     edit: Edit, replaced: Iterable[tuple[fx.Node, fx.Node]], effects: Effects, own: Iterable[Iterable[fx.Node]]
@@ -163,14 +160,8 @@ def _trained(edit: Edit) -> str:
 def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
     """Refuse a call that computes a fake value, and whose kernel would raise: it takes operands of one dtype."""
     for node in created:
-        if not isinstance(node.target, torch._ops.OpOverload) or not ops.has_trait(node, "one_dtype"):
-            continue
-        if len({value.dtype for read in node.all_input_nodes for value in ops.tensors_of(read)}) < 2:
-            continue
-        bound = ops.bind(node)
-        found = {name: ops.value(given) for name, given in bound.items() if isinstance(given, fx.Node)}
-        dtypes = {n: v.dtype for n, v in found.items() if isinstance(v, torch.Tensor) and n not in _INDICES}
-        if len(set(dtypes.values())) > 1 and "out_dtype" not in bound:
+        dtypes = ops.clashing_dtypes(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+        if dtypes:
             said = ", ".join(f"{name} {ops.dtype_name(dtype)}" for name, dtype in dtypes.items())
             refuse(
                 f"the replacement calls {ops.key(node)}, which takes one dtype, found {said}",

@@ -67,6 +67,7 @@ from fxrewrite.ops.names import (
 from fxrewrite.ops.traits import (
     DIM_ARGUMENTS as DIM_ARGUMENTS,
     Trait as Trait,
+    clashing_dtypes as clashing_dtypes,
     exchangeable as exchangeable,
     factors as factors,
     filled_with as filled_with,

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import fx
 
 from fxrewrite.ops.binding import bind
 from fxrewrite.ops.keys import key
+from fxrewrite.ops.value import tensors_in, value
 
 Trait: TypeAlias = Literal[
     "same",
@@ -101,8 +103,9 @@ _TABLE: Mapping[Trait, str] = {
     "statistics": "batch_norm instance_norm native_batch_norm",
     "one_dtype": """
         _grouped_mm _prelu_kernel _softmax_backward_data addbmm addmm addmv addr baddbmm binary_cross_entropy bmm
-        complex conv1d conv2d conv3d convolution dot gcd grid_sampler grid_sampler_2d grid_sampler_3d heaviside
-        index_add index_copy index_put lcm linalg_cross linear matmul mm mv nll_loss_forward polar put vdot
+        complex conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution dot gcd grid_sampler
+        grid_sampler_2d grid_sampler_3d heaviside index_add index_copy index_put lcm linalg_cross linear matmul mm mv
+        nll_loss_forward polar put vdot
     """,
     "any_of_equal": "argsort kthvalue median mode msort nanmedian sort topk",
     "addressed": """
@@ -129,6 +132,8 @@ _TRAITS: Mapping[str, frozenset[Trait]] = {
     name: frozenset(trait for trait, names in _OPERATORS.items() if name in names)
     for name in frozenset[str]().union(*_OPERATORS.values())
 }
+_INDICES = frozenset({"index", "indices", "target", "mask"})
+"""Names of operands whose dtype is their own."""
 DIM_ARGUMENTS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim", "source", "destination"})
 """Names of arguments that are dimensions where they are integers."""
 _NONE: frozenset[Trait] = frozenset()
@@ -160,6 +165,17 @@ def filled_with(node: fx.Node) -> Any:
     if "full" in found:
         return bind(node)["fill_value"]
     return 0 if "zeros" in found else 1 if "ones" in found else None
+
+
+def clashing_dtypes(node: fx.Node) -> dict[str, torch.dtype]:
+    """The dtypes of the operands by name, where a kernel takes one dtype and the call gives several; else empty."""
+    given = {tensor.dtype for read in node.all_input_nodes for tensor in tensors_in(value(read))}
+    if len(given) < 2 or not has_trait(node, "one_dtype"):
+        return {}
+    bound = bind(node)
+    values = {name: value(given) for name, given in bound.items() if isinstance(given, fx.Node)}
+    dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor) and n not in _INDICES}
+    return dtypes if len(set(dtypes.values())) > 1 and "out_dtype" not in bound else {}
 
 
 def exchangeable(operator_key: str) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ costs one operator and not a graph. Fake values, which are private to torch, are
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -151,13 +151,16 @@ class Builder:
         names = [name for name in schema.names if name in terms or term.loose] or list(terms)
         names = [*names, *(name for name in terms if name not in names)]
         context = [_tensor(found) for found in tree_leaves(list(ready.values())) if isinstance(found, fx.Node)]
+        shapes = {name: _tensor(found).shape for name, found in ready.items() if isinstance(found, fx.Node)}
         for name in names:
             place = f"{path}.{name}"
             part = ready.get(name, terms.get(name, Ignore()))
             parameter = parameters.get(name, Parameter(name, "", False, False, NO_DEFAULT))
-            value = self._argument(part, place, term, parameter, context, attempt)
+            value = self._argument(part, place, term, parameter, context, shapes, attempt)
             if value is not _ABSENT:
                 given[name] = value
+                if isinstance(value, fx.Node):
+                    shapes[name] = _tensor(value).shape
                 context += [_tensor(found) for found in tree_leaves(value) if isinstance(found, fx.Node)]
         order = [name for name in names if name in given]
         result = emit(self.sample.form, term.key, schema, {name: given[name] for name in order}, self._make)
@@ -172,6 +175,7 @@ class Builder:
         term: Op,
         parameter: Parameter,
         context: list[torch.Tensor],
+        shapes: Mapping[str, Sequence[int]],
         attempt: int,
     ) -> Any:
         if isinstance(part, LiteralValue):
@@ -180,7 +184,7 @@ class Builder:
 
             def read(part: Term) -> Any:
                 kind = _NUMBER if isinstance(part, Capture) and part.kind == "literal" else _TENSOR
-                return self._argument(part, place, term, kind, context, attempt)
+                return self._argument(part, place, term, kind, context, shapes, attempt)
 
             return self._size(part, read)
         if isinstance(part, (list, ListOf)):
@@ -188,7 +192,7 @@ class Builder:
             element = replace(parameter, kind=parameter.kind.removeprefix("List[").removesuffix("]"))
             found: list[Any] = []
             for index, item in enumerate(items):
-                value = self._argument(item, f"{place}.{index}", term, element, context, attempt)
+                value = self._argument(item, f"{place}.{index}", term, element, context, shapes, attempt)
                 found.append(value)
                 context = [*context, _tensor(value)] if isinstance(value, fx.Node) else context
             return found
@@ -202,7 +206,7 @@ class Builder:
             elif self._guesses is None:
                 binding = ...  # the shrunk sample dropped it
             else:
-                binding = self._guesses.value(part, term, parameter, context, self.bindings, attempt)
+                binding = self._guesses.value(part, term, parameter, context, shapes, self.bindings, attempt)
             self.bindings[name] = binding
             self._nodes[name] = self._realized(name, binding)
         return self._nodes[name]
@@ -359,11 +363,22 @@ def _callable(target: Any) -> Callable[..., Any]:
     return getattr(torch.Tensor, target) if isinstance(target, str) else target
 
 
+_UNCHECKED = frozenset({"aten::batch_norm", "aten::instance_norm", "aten::scaled_dot_product_attention"})
+
+
 def _unchecked(node: fx.Node) -> str:
-    """Says which operands ATen's kernels for CPUs do not check, and read memory that is not theirs; empty if none."""
-    if ops.key(node) != "aten::scaled_dot_product_attention":
+    """Says which operands ATen's kernels for CPUs do not check everywhere, though they need them; empty if none."""
+    if dtypes := ops.clashing_dtypes(node):  # taken where a tensor is empty, or in one of several overloads
+        said = ", ".join(f"{name} {ops.dtype_name(dtype)}" for name, dtype in dtypes.items())
+        return f"{ops.key(node)} takes one dtype, not {said}"
+    bound = ops.bind(node) if ops.key(node) in _UNCHECKED else {}
+    if "running_var" in bound:
+        lines = ("weight", "bias", "running_mean", "running_var")
+        tensors = {name: bound[name] for name in lines if isinstance(bound[name], fx.Node)}
+        strided = [name for name, node in tensors.items() if not _tensor(node).is_contiguous()]
+        return f"the backward pass reads {', '.join(strided)} as if they were contiguous" if strided else ""
+    if "key" not in bound:
         return ""
-    bound = ops.bind(node)
     key, value = _tensor(bound["key"]), _tensor(bound["value"])
     if GROUPED_ATTENTION_NEEDS_HEADS and bound["enable_gqa"] and 0 in key.shape[-3:-2]:
         return "attention with grouped heads needs a head"

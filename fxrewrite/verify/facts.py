@@ -60,7 +60,13 @@ class Facts:
         return tuple(dict.fromkeys([*dtypes, *(d for d in named if d.is_floating_point or d.is_complex)]))
 
     def tensor(
-        self, name: str, context: Sequence[torch.Tensor], bound: Mapping[str, Any], draw: Draw, attempt: int
+        self,
+        name: str,
+        context: Sequence[torch.Tensor],
+        bound: Mapping[str, Any],
+        draw: Draw,
+        attempt: int,
+        stated: Sequence[int] | None = None,
     ) -> InputSpec:
         """Guesses the tensor that is captured as `name`, for a call with these other tensors.
 
@@ -70,9 +76,16 @@ class Facts:
             bound: specs of the captures so far.
             draw: random choices.
             attempt: how many guesses failed; later guesses are bolder.
+            stated: the shape that the operator takes, if that is known.
         """
         partner = self._partner(name, self._same_shape, bound)
-        shape = partner.shape if partner is not None else _shape(self.ranks.get(name), context, draw)
+        rank = self.ranks.get(name)
+        if partner is not None:
+            shape = partner.shape
+        elif stated is not None and rank in (None, len(stated)):
+            shape = stated
+        else:
+            shape = _shape(rank, context, draw)
         return draw.spec(shape, self._dtype(name, bound, draw, attempt), is_param=name in self.params)
 
     def _dtype(self, name: str, bound: Mapping[str, Any], draw: Draw, attempt: int) -> torch.dtype:

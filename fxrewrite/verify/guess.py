@@ -16,6 +16,7 @@ from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.literals import legal_value
 from fxrewrite.verify.sample import Binding
+from fxrewrite.verify.shapes import shape_of
 from fxrewrite.verify.tensors import InputSpec
 
 _OF_CLASSES = frozenset({"aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd"})
@@ -42,6 +43,7 @@ class Guesses:
         term: Op,
         parameter: Parameter,
         context: Sequence[torch.Tensor],
+        given: Mapping[str, Sequence[int]],
         bindings: Mapping[str, Any],
         attempt: int,
     ) -> Binding:
@@ -52,6 +54,7 @@ class Guesses:
             term: the call.
             parameter: the argument.
             context: the tensors that the operator is called with so far.
+            given: the shapes of those that are arguments of their own, by name.
             bindings: what is decided.
             attempt: how many guesses failed.
 
@@ -68,7 +71,8 @@ class Guesses:
                 return None
             if term.key in _OF_CLASSES and parameter.name == "target" and self._may_be_classes(name):
                 return draw.spec(_of_classes(context), torch.int64)
-            spec = self.facts.tensor(name, context, bindings, draw, attempt)
+            stated = shape_of(term.key, parameter.name, given, draw)
+            spec = self.facts.tensor(name, context, bindings, draw, attempt, stated)
             before = self._before(part, bindings)
             if before is not None and draw.flag(0.6):
                 spec = replace(spec, shape=before.shape, dtype=before.dtype)

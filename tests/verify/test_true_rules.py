@@ -72,6 +72,15 @@ TRUE: dict[str, Rule] = {
     "a rounding of what is rounded": rule_of(
         torch.round(X / 0.1), lambda x: torch.round(x * 10.0), numerics="reassociates", domain="finite"
     ),
+    "a norm that is folded": rule_of(
+        aten.batch_norm(aten.conv2d(X, Y, cap("b")), cap("g"), cap("s"), cap("m"), cap("v"), False, 0.1, 1e-5, True),
+        lambda x, y, b, g, s, m, v: F.conv2d(
+            x, y * (g * (v + 1e-5).rsqrt())[:, None, None, None], (b - m) * g * (v + 1e-5).rsqrt() + s
+        ),
+        where.rank("x", 4),
+        numerics="approximate",
+        domain="moderate",
+    ),
     "any of the largest": rule_of(
         op("topk", X, 1)[0],
         lambda x: torch.sort(x, -1, descending=True)[0][..., :1],
