@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxrewrite import FxRewriteError, Pattern, Rule, RuleSet, cap, op, rule
+from fxrewrite import FxRewriteError, Pattern, Plan, Rule, RuleSet, cap, op, rule
 from fxrewrite.backends import capture
 from fxrewrite.ops import communicates
 from fxrewrite.spmd import LayoutRule, Parallelism, Partial, Shard, Stored, param, sends
@@ -99,6 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: RuleSet("s", DROP, Rule("signs.c", NEG, lambda x: x, after=["signs.drop_to"])),
         "set s: rule signs.c is to run after 'signs.drop_to', which the set lacks; did you mean signs.drop_two",
     ),
+    "a plan of rules": (lambda: Plan((DROP,)), "a plan is made of rule sets: write RuleSet"),
     "expect a word": (lambda: PLAN.expect("signs.drop_two", at_least="x"), "at_least='x'.: a number of changes, at"),
     "expect nothing": (
         lambda: PLAN.expect("signs.drop_two", at_least=0),

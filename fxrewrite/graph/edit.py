@@ -426,12 +426,14 @@ class Edit:
 
     def _check(self) -> None:
         """Checks that every touched node reads only earlier nodes of this graph, and that every new one has a value."""
-        erased, graph = self.erased, self.graph
+        erased, graph, checked = self.erased, self.graph, set[fx.Node]()
         for record in self._journal:
             kind, node = record[0], record[1]
             if kind == "erase" or node in erased or kind in ("entry", "attach"):
                 continue
-            for used in node.all_input_nodes:
+            operands = () if node in checked else node.all_input_nodes
+            checked.add(node)
+            for used in operands:
                 if used in erased or used.graph is not graph:
                     raise InvariantError(f"%{node.name} reads %{used.name}, which is not in the graph any more")
                 if not used < node:

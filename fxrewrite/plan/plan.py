@@ -44,6 +44,7 @@ JOINED_PLANS = (
     "a | b puts the rules of two sets into one sweep, and a plan says already how often its sets run; write a >> b, or "
     "join the sets before .once() and .fixpoint()"
 )
+_MADE_OF_SETS = "a plan is made of rule sets: write RuleSet(name, a_rule, another).once() or .fixpoint(), then a >> b"
 
 
 class Plan:
@@ -63,6 +64,9 @@ class Plan:
     """
 
     def __init__(self, stages: tuple[Stage, ...], expectations: Mapping[str, int] | None = None) -> None:
+        for stage in stages:
+            if not isinstance(stage, Stage):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise RuleDefinitionError(f"{_MADE_OF_SETS}, not Plan([{stage!r}])")
         self.stages = stages
         self.needs: Mapping[Property, str] = MappingProxyType(open_needs(stages))
         self.expectations: Mapping[str, int] = MappingProxyType(dict(expectations or {}))
