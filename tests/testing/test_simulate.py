@@ -39,6 +39,17 @@ def test_complex_numbers_of_python(function: Callable[[torch.Tensor], torch.Tens
     assert found.grad_error < 1e-6
 
 
+def test_a_parameter_without_entries() -> None:
+    torch._dynamo.reset()
+    model = Lengths(torch.relu)
+    model.layer.register_parameter("none", torch.nn.Parameter(torch.zeros(0)))
+    model.function = lambda y: y + model.layer.none.sum()
+    plan = Parallelism("mine", axis="tp", place={param("layer.weight"): Shard(0)})
+    found = simulate(model, {"x": torch.rand(2, 4)}, plan, {"tp": 2})
+    assert found.grad_error < 1e-6
+    assert found.grad_errors["layer.none"] == 0
+
+
 def test_chunks_of_an_uneven_cut_that_are_cut_again_have_one_size_on_all_ranks() -> None:
     gm = fx.symbolic_trace(lambda x: (x.sum(), x * 2))
     rows = torch.arange(1.0, 8.0).requires_grad_()
