@@ -1,6 +1,7 @@
 """Random draws on sharded values: either the whole value's numbers, or numbers of each rank's own.
 
     dropout(x, p, True)   ->  x * clone(dropout(ones(shape of x), p, True))             DRAW_WHOLE, before propagation
+    randn_like(x)         ->  randn_like(empty(shape of x))                             DRAW_WHOLE
     dropout(x, p, True)   ->  x * dropout_by_rank(ones_like(x), p, True, seed, rank)    DrawByRank, on local shapes
     draw(x, ...)          ->  draw_by_rank(x, ..., seed, rank)                          DrawByRank, any other operator
 
@@ -12,7 +13,8 @@ equally, which replicated draws need. A seed is drawn from the common generator,
 operator becomes a stateless one: the same call with a generator seeded with `seed + rank`. Its gradient repeats the
 call with the same draws, so attention with dropout runs forward once more in the backward pass.
 Both are right under activation checkpointing: the chunk of the noise is saved, or the seed that reproduces it.
-DRAW_WHOLE matches dropout in training with 0 < p < 1. DrawByRank matches every operator that draws on a chunk: noise,
+DRAW_WHOLE matches dropout in training with 0 < p < 1, also that of channels, and what reads of its operand the shape
+alone: `randn_like`, `exponential_` and the like. DrawByRank matches every operator that draws on a chunk: noise,
 `bernoulli`, `multinomial`, attention with dropout. It refuses, in these words: "takes a list of tensors"; "draws by a
 generator of its own".
 Numerics: exact; DrawByRank changes the numbers. inductor has its own generator, which gives the numbers of eager mode
@@ -35,9 +37,9 @@ from torch._ops import OpOverload
 from torch.library import CustomOpDef
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
-from fxrewrite.ops import HOST_WAITS, bind, key, vjp_inside
-from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_proxy
+from fxrewrite import Edit, Literal, Match, Report, RuleSet, either, refuse, rule, where
+from fxrewrite.ops import HOST_WAITS, bind, is_random, key, vjp_inside
+from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_nodes, size_proxy
 
 aten = torch.ops.aten
 
@@ -68,8 +70,7 @@ def _drawn(match: Match, made: fx.Proxy) -> fx.Proxy:
 def _whole(match: Match, x: fx.Node, factory: Any) -> fx.Proxy:
     """Calls `factory` with the whole value's shape and memory order; the order of draws follows the memory order."""
     value: torch.Tensor = x.meta["val"]
-    strides = [size_hint(stride) for stride in torch.empty_like(value).stride()]
-    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    order = _order(value)
     sizes = [size_proxy(match, value.shape[dim]) for dim in order]
     made = _drawn(match, match.call(factory, sizes, dtype=value.dtype, device=value.device))
     if order == list(range(value.dim())):
@@ -77,20 +78,80 @@ def _whole(match: Match, x: fx.Node, factory: Any) -> fx.Proxy:
     return _drawn(match, aten.permute(made, [order.index(dim) for dim in range(value.dim())]))
 
 
+def _order(value: torch.Tensor) -> list[int]:
+    """The dimensions by their strides in memory, the longest first; draws follow it."""
+    strides = [size_hint(stride) for stride in torch.empty_like(value).stride()]
+    return sorted(range(value.dim()), key=lambda dim: -strides[dim])
+
+
 @rule("random.draw_dropout_whole", where=[_draws, _reads_data])
-def draw_dropout_whole(x: torch.Tensor, p: Literal, train: Literal) -> torch.Tensor:
-    """dropout in training"""
-    return aten.dropout(x, p, train)
+def draw_dropout_whole(x: torch.Tensor, p: Literal, train: Literal) -> Any:
+    """dropout in training, of entries or of channels"""
+    return either(aten.dropout(x, p, train), aten.feature_dropout(x, p, train))
 
 
 @draw_dropout_whole.replacement
 def _(match: Match, x: fx.Proxy, p: float) -> fx.Proxy:
     """x * dropout(ones), drawn in the shape of the whole value"""
-    noise = _drawn(match, aten.dropout(_whole(match, match["x"], aten.ones.default), p, True))
+    dropout = aten.feature_dropout if key(match.root) == "aten::feature_dropout" else aten.dropout
+    noise = _drawn(match, dropout(_whole(match, match["x"], aten.ones.default), p, True))
     return aten.mul(x, _saved(match, aten.clone(noise)))
 
 
-DRAW_WHOLE = RuleSet("draw_whole", draw_dropout_whole)
+_FILLS = frozenset(
+    f"aten::{name}"
+    for name in ("cauchy", "exponential", "geometric", "log_normal", "normal_functional", "random", "uniform")
+)
+"""Operators that fill a tensor with what they draw: written in place, they are `exponential_` and the like."""
+
+
+def _reads_shape(node: fx.Node) -> bool:
+    """Whether what a node draws depends on the shape of its operand alone, and not on its entries."""
+    name = key(node)
+    with_p = name == "aten::bernoulli" and len(node.all_input_nodes) == 1 and bind(node).get("p") is not None
+    return name.endswith("_like") or name in _FILLS or with_p
+
+
+class DrawNoiseWhole:
+    """A step after which noise is drawn in the shape of the whole value, which it does not read for that."""
+
+    name = "draw_noise_whole"
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Gives the operators an empty tensor of the same shape and memory order, and returns their number."""
+        drawn = [node for node in edit.nodes() if is_random(node) and _reads_shape(node)]
+        drawn = [node for node in drawn if _is_read(node.all_input_nodes[0])]
+        for node in drawn:
+            x = node.all_input_nodes[0]
+            made = _empty(edit, x, before=node)
+            edit.set_args(node, tuple(made if arg is x else arg for arg in node.args))
+        return len(drawn)
+
+    def text(self) -> str:
+        return "noise of the shape of a value (`randn_like(x)`) is drawn for the whole value: randn_like(empty(shape))"
+
+
+def _is_read(x: fx.Node) -> bool:
+    """False for an empty tensor of a stated size, possibly permuted: ranks have it whole."""
+    return key(x.all_input_nodes[0] if key(x) == "aten::permute" and x.all_input_nodes else x) != "aten::empty"
+
+
+def _empty(edit: Edit, x: fx.Node, *, before: fx.Node) -> fx.Node:
+    """An empty tensor of the shape, dtype and memory order of `x`."""
+    value: torch.Tensor = x.meta["val"]
+    order, sizes = _order(value), size_nodes(edit)
+
+    def call(target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        return edit.call(target, args, kwargs, before=before, like=before, rule=DrawNoiseWhole.name)
+
+    shape = [sizes(value.shape[dim]) for dim in order]
+    made = call(aten.empty.memory_format, shape, dtype=value.dtype, device=value.device)
+    if order == list(range(value.dim())):
+        return made
+    return call(aten.permute.default, made, [order.index(dim) for dim in range(value.dim())])
+
+
+DRAW_WHOLE = RuleSet("draw_whole", draw_dropout_whole, DrawNoiseWhole())
 
 
 class DrawByRank:

@@ -85,7 +85,8 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
             hint = graph_break_hint(str(error))
-            raise FxRewriteError(f"the model does not compile to one graph: {_first_line(error)}; {hint}") from error
+            why = f"{_first_line(error)}{_broken_by(error)}"
+            raise FxRewriteError(f"the model does not compile to one graph: {why}; {hint}") from error
     if not found:
         raise FxRewriteError("the model calls no operator on tensors, so that there is no graph")
     return found[0]
@@ -100,6 +101,17 @@ _FROM_MODEL = re.compile(r"\b(?:got|context: raised exception) (\w+\(.*\))$", re
 def _user_line(error: TorchRuntimeError | Unsupported) -> str:
     own = [frame for frame in error.real_stack or () if not frame.filename.startswith(_WRAPPERS[0])]
     return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}" if own else ""
+
+
+def _broken_by(error: Exception) -> str:
+    """What breaks the graph, if Dynamo's message has a name for it, and the user's line."""
+    if not isinstance(error, Unsupported):
+        return ""
+    named = _BROKEN_BY.search(str(error))
+    return f"{f' {named[1]}' if named else ''}{_user_line(error)}"
+
+
+_BROKEN_BY = re.compile(r"Developer debug context: ([\w.:]+)$", re.MULTILINE)
 
 
 class _Captured(Exception):  # noqa: N818  # not an error: the way in which a backend can end a compilation

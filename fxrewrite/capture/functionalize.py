@@ -289,12 +289,26 @@ Inverse = Callable[[Any, Any, dict[str, Any]], Any]
 
 
 def _put_slice(base: Any, value: Any, named: dict[str, Any]) -> Any:
-    return aten.slice_scatter.default(base, value, named["dim"], named["start"], named["end"], named["step"])
+    return _scattered(
+        aten.slice_scatter.default, base, value, named["dim"], named["start"], named["end"], named["step"]
+    )
 
 
 def _put_narrow(base: Any, value: Any, named: dict[str, Any]) -> Any:
     start = named["start"]
-    return aten.slice_scatter.default(base, value, named["dim"], start, start + named["length"])
+    return _scattered(aten.slice_scatter.default, base, value, named["dim"], start, start + named["length"])
+
+
+def _put_entry(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    return _scattered(aten.select_scatter.default, base, value, named["dim"], named["index"])
+
+
+def _scattered(scatter: Any, base: Any, value: Any, dim: int, *where: Any) -> Any:
+    """Puts `value` into `base` along `dim`; complex numbers as pairs, since autograd has no formula for them here."""
+    if not base.is_complex():
+        return scatter(base, value, dim, *where)
+    real, put = (aten.view_as_real.default(aten.resolve_conj.default(x)) for x in (base, value))
+    return aten.view_as_complex.default(scatter(real, put, dim % base.dim(), *where))
 
 
 def _put_item(base: Any, value: Any, named: dict[str, Any]) -> Any:
@@ -317,7 +331,7 @@ def _join(base: Any, value: Any, named: dict[str, Any]) -> Any:
 _INVERSES: dict[str, Inverse] = {
     "aten::slice": _put_slice,
     "aten::narrow": _put_narrow,
-    "aten::select": lambda base, value, named: aten.select_scatter.default(base, value, named["dim"], named["index"]),
+    "aten::select": _put_entry,
     "aten::diagonal": lambda base, value, named: aten.diagonal_scatter.default(
         base, value, named["offset"], named["dim1"], named["dim2"]
     ),

@@ -87,6 +87,7 @@ from fxrewrite.spmd.operators.send_rows import SEND_ROWS as SEND_ROWS, read_size
 from fxrewrite.spmd.operators.shared_nodes import (
     entry_nodes as entry_nodes,
     rank_node as rank_node,
+    size_nodes as size_nodes,
     size_proxy as size_proxy,
 )
 from fxrewrite.spmd.parallelism.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients

@@ -6,6 +6,7 @@ Torch's fake process group is private (`torch.testing._internal`); this is the o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -27,8 +28,10 @@ def fake_mesh(
         raise ValueError("fake_mesh: a process group is already initialized; destroy it or use its mesh")
     if min(shape, default=1) < 1 or len(shape) != len(names):
         raise ValueError(f"fake_mesh: {tuple(shape)} over {tuple(names)}: each axis has a name and one rank or more")
+    hook = sys.excepthook  # torch adds one that writes the rank before each line of an error, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     try:
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook

@@ -163,7 +163,7 @@ def _from_own_buffers(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]]) -> dict[str, float]:
     """The error of each parameter's gradients, one or one of each rank, against those that the model has."""
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    largest = max((grad.abs().nan_to_num(0.0).max().item() for grad in expected.values()), default=0.0) or 1.0
+    largest = max((_largest(grad.abs().nan_to_num(0.0)) for grad in expected.values()), default=0.0) or 1.0
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -181,8 +181,12 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor, scale: float) -> 
     if found is None:
         return math.inf
     are_none = found.isnan() & expected.isnan()
-    error = (found - expected).masked_fill(are_none, 0).abs().max().item() / (scale or 1.0)  # all is 0 on one device
+    error = _largest((found - expected).masked_fill(are_none, 0).abs()) / (scale or 1.0)  # all is 0 on one device
     return math.inf if math.isnan(error) else error
+
+
+def _largest(values: torch.Tensor) -> float:
+    return values.max().item() if values.numel() else 0.0  # a parameter may have no entries
 
 
 def _loss_position(program: fx.GraphModule) -> int:

@@ -10,6 +10,7 @@ its own part.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,15 @@ def embedding(call: Call) -> IndexMap | None:
         return None
     ids = indices(len(call.shape(1)), "i")
     return index_map(call, {"weight": (("v",), ("d",)), "indices": ids}, (*ids, ("d",)))
+
+
+def embedding_bag(call: Call) -> IndexMap | None:
+    """!v d, !i, !n, !i? -> n d; d is whole, too, if more than the sums is read: offsets, sizes and places in bags"""
+    _, *others = call.result_shapes()
+    reads_others = any(user.target is not operator.getitem or user.args[1] for user in call.node.users)
+    operands = {"weight": (("v",), ("d",)), "indices": (("i",),), "offsets": (("o",),), "per_sample_weights": (("i",),)}
+    summed = () if reads_others else ("d",)
+    return index_map(call, operands, (("n",), ("d",)), *map(unread, others), summed=summed)
 
 
 def one_hot(call: Call) -> IndexMap | None:
@@ -193,6 +203,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 LAYOUTS = (
     LayoutRule("layout.embedding", aten("embedding"), embedding),
+    LayoutRule("layout.embedding_bag", aten("embedding_bag"), embedding_bag),
     LayoutRule("layout.one_hot", aten("one_hot"), one_hot),
     LayoutRule("layout.index_select", aten("index_select"), index_select),
     LayoutRule("layout.take", aten("take"), "!k..., i... -> i..."),

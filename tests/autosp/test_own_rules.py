@@ -101,6 +101,9 @@ def test_an_own_layout_rule_shards_an_own_operator() -> None:
         assert not gathered(assert_equal_to_one_device(model, inputs, config=AutoSPConfig(layouts=rules)))
 
 
+ABC, SIZES = (("a",), ("b",), ("c",)), {"a": 2, "b": 8, "c": 12}
+
+
 def _fails(call: Any) -> Any:
     return call.args["axis"]
 
@@ -137,6 +140,16 @@ def test_a_notation_that_a_call_does_not_fit_is_not_used(says: str, why: str) ->
         (_fails, "raised KeyError: 'axis'"),
         (lambda call: "a... -> a...", "gave 'a... -> a...'; it gives an IndexMap, or None where it cannot tell"),
         (lambda call: IndexMap((), ((),), {}), r"gave indices of \[\] dimensions; its operands have \[3\]"),
+        (lambda call: IndexMap((ABC,), (ABC, ABC), SIZES), "gave indices of 2 results; it has 1"),
+        (
+            lambda call: IndexMap((ABC,), (ABC[:2],), SIZES),
+            r"gave indices of \[2\] dimensions for its results; they have \[3\]",
+        ),
+        (lambda call: IndexMap((ABC,), (ABC,), {"a": 2}), "gave no size of its index 'b'"),
+        (
+            lambda call: IndexMap((ABC,), (ABC,), {**SIZES, "c": 7}),
+            "gave indices c of size 7 for a dimension of 12",
+        ),
     ],
 )
 def test_a_function_of_a_layout_rule_that_fails_is_named(function: Any, said: str) -> None:

@@ -91,6 +91,27 @@ def test_one_devices_numbers_in_any_memory_order() -> None:
             torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
+NOISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": torch.randn_like,
+    "of another dtype": lambda x: torch.rand_like(x, dtype=torch.float32),
+    "integers": lambda x: torch.randint_like(x, 2, 5),
+    "in place": lambda x: torch.empty_like(x).exponential_(),
+    "with a probability": lambda x: torch.zeros_like(x).bernoulli_(0.3),
+    "in another memory order": lambda x: torch.randn_like(x.transpose(1, 2) * 2).transpose(1, 2),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True),
+    "channels": F.dropout1d,
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_of_the_shape_of_a_chunk_is_that_of_one_device(name: str) -> None:
+    noise = NOISE[name]
+    torch.manual_seed(0)
+    expected = noise(torch.ones(2, 16, 4, dtype=torch.float64)) * 2
+    for rank in drawn_on(2, lambda x: noise(x) * 2, rng="global"):
+        torch.testing.assert_close(rank[0], expected, rtol=1e-12, atol=0)
+
+
 def test_draws_are_taken_off_the_value_exactly() -> None:
     verdict = draw_dropout_whole.verify(samples=24)
     verdict.raise_if_false()
@@ -253,7 +274,11 @@ def test_a_draw_on_a_chunk_that_no_rank_can_make_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [torch.rand_like, lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.1)],
+    [
+        lambda x: x.sigmoid().bernoulli(),
+        lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.1),
+    ],
+    ids=["of probabilities", "attention"],
 )
 def test_other_draws_on_chunks_are_refused_where_they_must_be_one_devices(body: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(

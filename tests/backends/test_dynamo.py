@@ -381,6 +381,12 @@ def test_a_branch_on_a_value_has_a_hint() -> None:
         capture(Branches(), {"x": torch.ones(2)})
 
 
+def test_an_operator_that_breaks_the_graph_is_named_with_its_line() -> None:
+    message = r"to one graph: Data dependent operator aten\.equal\.default at test_dynamo\.py:\d+; "
+    with pytest.raises(FxRewriteError, match=message):
+        capture(lambda x: torch.corrcoef(x), {"x": torch.ones(2, 3)})
+
+
 def test_a_capture_does_not_count_what_was_compiled_before() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x)

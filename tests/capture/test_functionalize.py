@@ -154,6 +154,15 @@ def of_an_activation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return h + nn.functional.dropout(x * 1, 0.5, training=True, inplace=True)
 
 
+def of_complex_numbers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    modes = torch.fft.fft(x)
+    made = torch.zeros_like(modes)
+    made[..., -2:] = modes[..., :2] * y[..., :2]
+    made[0] = modes[1].conj()
+    made[1, 2].mul_(2j)
+    return torch.fft.ifft(made).real
+
+
 FUNCTIONAL: list[Body] = [
     cut_and_joined,
     read_through_another_view,
@@ -168,6 +177,7 @@ FUNCTIONAL: list[Body] = [
     random_numbers,
     unseen_where_nothing_is_differentiated,
     of_an_activation,
+    of_complex_numbers,
 ]
 
 

@@ -311,5 +311,18 @@ def test_what_is_added_to_zeros_may_be_sharded(add: Any) -> None:
     assert max(zeros.error, other.error) <= TOLERANCE
 
 
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["sum", "mean", "max"])
+def test_columns_of_a_table_of_bags_may_be_sharded(mode: int) -> None:
+    def bags(*args: Any) -> Any:
+        return aten.embedding_bag.padding_idx(*args, False, mode, False, None, False, None)[0]
+
+    args = f(7, 4), i(7, 9), torch.tensor([0, 2, 2, 5])
+    with fake_mesh((2,), ("sp",)) as mesh:
+        placements = (Shard(1), Replicate(), Replicate())
+        trial = try_placements(bags, args, {}, placements, axis=axis_of(mesh, "sp"), apply=_apply, run=_run)
+    assert not trial.gathered
+    assert trial.error <= TOLERANCE
+
+
 def test_a_number_that_is_unfolded_has_no_dimension_to_shard() -> None:
     assert free_dims(LAYOUTS, aten.unfold.default, (f(), 0, 1, 1)) is None

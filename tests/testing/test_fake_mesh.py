@@ -1,5 +1,6 @@
 """A fake mesh has the asked axes, is seen as one rank, and leaves no process group behind."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ def test_the_group_is_destroyed_also_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="inside"), open_mesh((2,), ("sp",)):
         raise RuntimeError("inside")
     assert not dist.is_initialized()
+
+
+def test_errors_after_it_are_written_as_before() -> None:
+    hook = sys.excepthook
+    with open_mesh((2,), ("sp",)):
+        pass
+    assert sys.excepthook is hook
 
 
 def test_a_second_mesh_is_refused_and_the_first_lives_on() -> None:

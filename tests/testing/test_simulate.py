@@ -39,6 +39,25 @@ def test_complex_numbers_of_python(function: Callable[[torch.Tensor], torch.Tens
     assert found.grad_error < 1e-6
 
 
+class Empty(Lengths):
+    """Adds a parameter without entries."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.none = torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.none.sum()
+
+
+def test_a_parameter_without_entries() -> None:
+    torch._dynamo.reset()
+    plan = Parallelism("mine", axis="tp", place={param("layer.weight"): Shard(0)})
+    found = simulate(Empty(), {"x": torch.rand(2, 4)}, plan, {"tp": 2})
+    assert found.grad_error < 1e-6
+    assert found.grad_errors["none"] == 0
+
+
 def test_chunks_of_an_uneven_cut_that_are_cut_again_have_one_size_on_all_ranks() -> None:
     gm = fx.symbolic_trace(lambda x: (x.sum(), x * 2))
     rows = torch.arange(1.0, 8.0).requires_grad_()

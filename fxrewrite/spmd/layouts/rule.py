@@ -212,6 +212,8 @@ class LayoutRule:
         ranks, stated = [len(tensor_of(operand).shape) for operand in call.operands], [*map(len, indices.operands)]
         if ranks != stated:
             raise RuleDefinitionError(f"{where} gave indices of {stated} dimensions; its operands have {ranks}")
+        if wrong := _misfit(call, indices):
+            raise RuleDefinitionError(f"{where} gave {wrong}")
         return indices
 
     def _of_notation(self, call: Call) -> IndexMap | None:
@@ -264,6 +266,30 @@ def _gives_results_of(call: Call, indices: IndexMap) -> bool:
         for terms, result in zip(indices.results, values, strict=True)
         if isinstance(result, torch.Tensor)
     )
+
+
+def _misfit(call: Call, indices: IndexMap) -> str:
+    """What the map of a function says that the call is not; '' if nothing."""
+    values = results_of(call.node)
+    if len(indices.results) != len(values):
+        return f"indices of {len(indices.results)} results; it has {len(values)}"
+    results = [
+        (terms, value.shape)
+        for terms, value in zip(indices.results, values, strict=True)
+        if isinstance(value, torch.Tensor)
+    ]
+    stated, ranks = [len(terms) for terms, _ in results], [len(shape) for _, shape in results]
+    if stated != ranks:
+        return f"indices of {stated} dimensions for its results; they have {ranks}"
+    operands = [(terms, call.shape(i)) for i, terms in enumerate(indices.operands)]
+    for dim, size in (pair for terms, shape in (*operands, *results) for pair in zip(terms, shape, strict=True)):
+        if unsized := [index for index in dim if index not in indices.sizes]:
+            return f"no size of its index {unsized[0]!r}"
+        made = product(indices.sizes[index] for index in dim)
+        is_free = dim and indices.whole.isdisjoint(dim)  # one that is whole may stand for several dimensions
+        if is_free and isinstance(made, int) and isinstance(size, int) and made != size:
+            return f"indices {' '.join(dim)} of size {made} for a dimension of {size}"
+    return ""
 
 
 def _named_dims(call: Call, indices: IndexMap) -> Iterator[Dim]:

@@ -19,6 +19,12 @@ def draws_on_chunk(node: fx.Node) -> bool:
     return any(isinstance(placement, Shard) for placement in result_placements(node)) and is_random(node)
 
 
+_HINT = (
+    "draw what depends on the value's shape alone, as torch.rand_like(p) < p in place of torch.bernoulli(p); for "
+    "attention with dropout, use its eager implementation"
+)
+
+
 class RefuseShardedDraws:
     """The step that refuses what draws random numbers for a chunk, where draws are to be those of one device.
 
@@ -26,7 +32,7 @@ class RefuseShardedDraws:
         RefusedError: something does; names the node.
     """
 
-    def __init__(self, name: str, hint: str = "use attention's eager implementation, or set its dropout to 0") -> None:
+    def __init__(self, name: str, hint: str = _HINT) -> None:
         self.name, self.hint = name, hint
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:

@@ -45,6 +45,15 @@ class CapturedCall:
     is_cut: list[bool]
 
 
+def _name_as_the_model(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Give each parameter that several modules share its first name, as `shard_parameters` does."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    others = {name: first[of] for name, of in model.named_parameters(remove_duplicate=False) if first[of] != name}
+    for placeholder in gm.graph.find_nodes(op="placeholder"):
+        if name := others.get(input_name(placeholder)):
+            placeholder.meta["argument"] = name
+
+
 def captured_call(
     model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int]
 ) -> CapturedCall:
@@ -59,6 +68,7 @@ def captured_call(
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     part = tree_map(lambda value: _part(value, own), dict(inputs))
     gm, given = capture_with_inputs(model, part)
+    _name_as_the_model(gm, model)
     whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
     is_cut = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
     names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]

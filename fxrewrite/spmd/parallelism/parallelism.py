@@ -174,7 +174,7 @@ class Parallelism:
     rules: Sequence[Member] = ()
     placed: Sequence[Member] = ()
     lowered: Sequence[Member] = ()
-    layouts: Sequence[LayoutRule] = ()
+    layouts: Sequence[LayoutRule] | LayoutRules = ()
     data: Data = "shared"
     expect: Sequence[Sends] = ()
     method: RuleSet | None = None
@@ -187,6 +187,8 @@ class Parallelism:
                 raise FxRewriteError(f"a parallelism has a name and the name of its axis, not {field_name}={text!r}")
         if self.data not in get_args(Data):
             raise FxRewriteError(f"{self.name}: data={self.data!r} is not one of {get_args(Data)}")
+        if isinstance(self.layouts, LayoutRules):
+            object.__setattr__(self, "layouts", self.layouts.rules)
         kinds = {
             "rules": (Rule, RuleSet, Step),
             "placed": (Rule, RuleSet, Step),

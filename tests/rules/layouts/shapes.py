@@ -116,6 +116,9 @@ CASES: Cases = {
         case(lambda a, b, c: (f(b, c), i(b, a, 3)), "0.0"),
         case(lambda a, b, c: (f(b, c), i(b, a), 1), "0.0"),
     ],
+    "embedding_bag": [  # all four results are read
+        case(lambda a, b, c: (f(b, c), i(b, 3 * a), torch.arange(0, 3 * a, 3)), "0.0 0.1 1.0 2.0"),
+    ],
     "one_hot": [case(lambda a, b, c: (i(5, a, c), 5))],
     "index_select": [
         case(lambda a, b, c: (f(a, b, c), 1, i(b, b)), "0.1"),

@@ -30,7 +30,10 @@ from fxrewrite import FxRewriteError
 from fxrewrite.backends import normalized
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
+    Alternatives,
     DeferredGather,
+    LayoutRule,
+    LayoutRules,
     OutputSharded,
     Parallelism,
     Partial,
@@ -40,6 +43,7 @@ from fxrewrite.spmd import (
     Stored,
     ZerosHeld,
     Zigzag,
+    choose_alternatives,
     chunked,
     contexts,
     input_placements,
@@ -901,6 +905,39 @@ def test_a_simulation_compares_everything() -> None:
         model = shard_parameters(Model(), ZERO3, mesh)
     with pytest.raises(FxRewriteError, match="in shards already"):
         simulate(model, {"x": X}, ZERO3, {"dp": 2})
+
+
+class Shared(nn.Module):
+    """A layer that is a part by itself and in a list, which Dynamo names by the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([self.layer, nn.Linear(8, 8), self.layer])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_a_module_in_two_places_has_one_name() -> None:
+    """That of `named_parameters`: what `shard_parameters` takes, `simulate` and `choose_alternatives` take."""
+    ways = {"rows": {param("layer.weight"): Shard(0)}, "columns": {param("layer.weight"): Shard(1)}}
+    plan = Parallelism("shared", axis="tp", alternatives=[Alternatives("layer", ways)])
+    model, x = Shared().double(), torch.rand(4, 8, dtype=torch.float64)
+    found = simulate(model, {"x": x}, plan, {"tp": 2})
+    assert max(found.loss_error, found.grad_error) < 1e-12
+    chosen = choose_alternatives(plan, model, {"x": x}, {"tp": 2})
+    with fake_mesh((2,), ("tp",)) as mesh:
+        assert isinstance(shard_parameters(model, chosen, mesh).layer.weight, DTensor)
+
+
+def test_layout_rules_are_taken_together_or_one_by_one() -> None:
+    rule = LayoutRule("own.renorm", ("aten::renorm",), "a... -> a...")
+    assert Parallelism("mine", axis="tp", layouts=LayoutRules([rule])) == Parallelism(
+        "mine", axis="tp", layouts=(rule,)
+    )
 
 
 def test_draws_on_a_chunk_are_refused() -> None:
