@@ -146,6 +146,17 @@ class SpmdBackend(RanksBackend[SpmdReport, _Program]):
         self._comparisons = RankComparisons(plan, mesh, timeout)
         self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Plans hold functions that pickle does not find by name.
+
+        Raises:
+            FxRewriteError: always; it says what can be pickled.
+        """
+        raise FxRewriteError(
+            "a compiled model whose backend has a plan cannot be pickled: save its state_dict(), or the model as it "
+            "was before torch.compile (compiled._orig_mod), and compile what is loaded"
+        )
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
