@@ -26,6 +26,7 @@ from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
+from fxrewrite.spmd.parallelism.captured import check_dense_gradients
 from fxrewrite.spmd.parallelism.comparisons import Comparison, RankComparisons
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
@@ -190,6 +191,7 @@ class SpmdBackend(RanksBackend[SpmdReport, _Program]):
         is_part = bool(border.graph_break)
         with few_collections():
             program = normalized(gm)
+            check_dense_gradients(program)
             add_leaves(program)
             if self._breaks == "dtensor":
                 border.leaving = "dtensor"
