@@ -10,6 +10,9 @@ is the gradient of one device (`fxrewrite.spmd.runtime.gradients`). DDP, FSDP an
     "sum"      parameters: divided by P, for a reader that sums over the axis, and averages over the data axis only.
     "done"     parameters: averaged over the axis in the backward pass; averaging them again changes nothing.
 
+A hook on a parameter runs before anything outside of the program averages, and may clip what it gets, or measure it. So
+under "mean", parameters with a hook are averaged as under "done"; if one rank has registered it, on all of them.
+
 Other inputs that require a gradient (`inputs_embeds`, or hidden states after a graph break) always get the gradient of
 one device, because eager code reads it, which runs on whole values, the same on every rank.
 """
@@ -101,6 +104,7 @@ class GradientPlan:
         axis: Axis,
         *,
         is_sharded: bool,
+        hooked: Sequence[int] = (),
         chunks: Container[int] = (),
     ) -> list[Any]:
         """Returns the inputs, with the changes to their gradients attached.
@@ -109,6 +113,7 @@ class GradientPlan:
             inputs: what the program is called with.
             is_parameter: which of them are parameters.
             is_sharded: whether the program runs on chunks; otherwise each rank has complete gradients.
+            hooked: parameters with hooks, in an order that all ranks share.
             chunks: inputs of which the rank holds a chunk; the program makes their gradients right itself.
         """
         entered = list(inputs)
@@ -127,6 +132,8 @@ class GradientPlan:
             change(parameters, self.factor / axis.size, axis)
         elif self.factor != 1:
             change(parameters, self.factor)
+        elif is_sharded:
+            change([i for i in hooked if i in parameters], 1 / axis.size, axis)
         if is_sharded:
             change(others, 1 / axis.size, axis)
         return entered

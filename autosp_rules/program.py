@@ -12,6 +12,7 @@ from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.gradients import GradientPlan
 from autosp_rules.random import draws_alike
+from fxrewrite.graph import input_name
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import (
     Advice,
@@ -19,6 +20,7 @@ from fxrewrite.spmd import (
     Border,
     RankChecks,
     change_gradients,
+    hooked_on_any_rank,
     is_due,
 )
 
@@ -77,6 +79,12 @@ class Program:
             every_call=config.compare_ranks,
         )
         self._gradients = GradientPlan()
+        names = [input_name(node) for node in placeholders]
+        self._by_name = sorted(
+            (i for i, is_weight in enumerate(self._is_parameter) if is_weight), key=names.__getitem__
+        )
+        """Parameters in an order that all ranks share."""
+        self._hooked: list[int] = []
         self._runs_eagerly = config.inner == "eager" or not isinstance(config.inner, str)
         self._calls = 0
 
@@ -101,6 +109,11 @@ class Program:
             raise
         return self._border.left(outputs, given)
 
+    def _hooked_on_any_rank(self, inputs: Sequence[Any]) -> list[int]:
+        weights = [i for i in self._by_name if isinstance(inputs[i], torch.Tensor)]
+        hooked = hooked_on_any_rank([inputs[i] for i in weights], self._axis)
+        return [i for i, has_hook in zip(weights, hooked, strict=True) if has_hook]
+
     def _entered(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the inputs, through which gradients flow in the form that their reader expects."""
         if not torch.is_grad_enabled():
@@ -116,8 +129,15 @@ class Program:
                     f"a sum counts {self._axis.size} times",
                     hint="let gradients be averaged over all ranks, or remove the graph break",
                 )
+            if self._is_sharded:
+                self._hooked = self._hooked_on_any_rank(inputs)
         entered = self._gradients.enter(
-            inputs, self._is_parameter, self._axis, is_sharded=self._is_sharded, chunks=self._border.chunks
+            inputs,
+            self._is_parameter,
+            self._axis,
+            is_sharded=self._is_sharded,
+            hooked=self._hooked,
+            chunks=self._border.chunks,
         )
         if not self._is_sharded or not self._runs_eagerly:
             return entered

@@ -171,7 +171,10 @@ from fxrewrite.spmd.runtime.fingerprint import (
     fingerprint as fingerprint,
     parameter_checksum as parameter_checksum,
 )
-from fxrewrite.spmd.runtime.gradients import change_gradients as change_gradients
+from fxrewrite.spmd.runtime.gradients import (
+    change_gradients as change_gradients,
+    hooked_on_any_rank as hooked_on_any_rank,
+)
 from fxrewrite.spmd.runtime.rank_checks import (
     Advice as Advice,
     RankChecks as RankChecks,

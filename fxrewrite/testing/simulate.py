@@ -15,7 +15,7 @@ from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.parallelism.alternatives import chosen_for
-from fxrewrite.spmd.parallelism.captured import captured_call
+from fxrewrite.spmd.parallelism.captured import captured_call, check_dense_gradients
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import check_buffers
 from fxrewrite.spmd.placement import Replicate, Shard
@@ -108,6 +108,7 @@ def simulate(
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     call = captured_call(model, inputs, plan, mesh)
     program = normalized(call.program)
+    check_dense_gradients(program)
     with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
         plan = chosen_for(plan, program, lambda: contexts(device_mesh))
         report = SpmdReport.of(plan.plan().apply(program, context=contexts(device_mesh)), program, mesh)

@@ -176,12 +176,23 @@ class Case:
     inner: str = "aot_eager"
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     """Of the wrapped model; one device has SGD."""
+    hook: Callable[[nn.Module], None] = lambda model: None
+    """What is registered on the model, on one device too."""
 
 
 def _zero1(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns, which the tests take for an error
 
     return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.SGD, lr=lr)
+
+
+def _clip_gradients(model: nn.Module) -> None:
+    """Hooks that are not linear, so they must read whole gradients; one rank registers another, which only looks."""
+    model.get_parameter("lm_head.weight").register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    norm = model.get_parameter("model.norm.weight")
+    norm.register_hook(lambda gradient: gradient / gradient.norm())
+    if dist.get_rank() == 0:
+        model.get_parameter("model.embed.weight").register_hook(lambda gradient: None)
 
 
 def _over_dp(run: Run) -> Any:
@@ -195,6 +206,8 @@ def _fsdp_by_layer_over_dp(run: Run) -> Any:
 
 CASES: dict[str, Case] = {
     "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1, ranks=4),
+    "DDP, parameters with hooks": Case(_ddp, hook=_clip_gradients),
+    "averaged by hand, parameters with hooks": Case(lambda run: run.compiled(), averaged=False, hook=_clip_gradients),
     "DDP compiled": Case(_ddp_compiled, graphs=1, inner="inductor"),
     "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
@@ -340,9 +353,11 @@ def compare(case: Case) -> float:
     """The largest difference of a parameter to one device's, over how far the parameter moved."""
     mesh = init_device_mesh("cpu", (case.ranks // 2, 2), mesh_dim_names=("dp", "sp"))
     alone = build(case.layers)
+    case.hook(alone)
     start = [whole(p) for p in alone.parameters()]
     train(case, alone, torch.optim.SGD(alone.parameters(), lr=RATE), lambda replicas: replicas, lambda: None)
     model = build(case.layers)
+    case.hook(model)
     backend = autosp(case.inner, mesh=mesh, **(case.options or {}))
     step = case.wrap(Run(model, mesh, backend))
     ROOTS[:] = [step]

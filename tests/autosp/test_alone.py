@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -41,3 +42,19 @@ def test_the_last_program_that_dynamo_makes_of_a_function_says_so(caplog: pytest
     (event,) = last.events_of(ProgramIsLast)
     assert "program 2 of 2 that torch.compile makes of the function: calls that need another one run unc" in str(event)
     assert f"autosp: {event}" in caplog.messages
+
+
+def test_a_compiled_model_is_saved_and_trains_on_when_it_is_loaded() -> None:
+    """As torch saves one that any other backend has compiled: what is loaded compiles again, by the same settings."""
+    inputs = batch("llama_gqa", "plain", length=16)
+    with fake_mesh((4,), ("sp",)) as mesh:
+        compiled = torch.compile(build("llama_gqa", layers=1), backend=autosp("eager", mesh=mesh))
+        compiled(**inputs).loss.backward()
+        file = io.BytesIO()
+        torch.save(compiled, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        loss = loaded(**inputs).loss
+        loss.backward()
+        assert torch.equal(loss, compiled(**inputs).loss)
+    assert all(p.grad is not None for p in loaded.parameters())

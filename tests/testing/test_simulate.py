@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd import Parallelism, Shard, param
 from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
+from rules.parallel import DATA, ZERO3
 
 
 class Lengths(torch.nn.Module):
@@ -69,3 +71,23 @@ def test_chunks_of_an_uneven_cut_that_are_cut_again_have_one_size_on_all_ranks()
     (grad,) = run.gradients()
     assert grad is not None
     assert grad.tolist() == [1] * 7
+
+
+@pytest.mark.parametrize("of_bags", [False, True], ids=["embedding", "embedding_bag"])
+def test_sparse_gradients_are_refused(of_bags: bool) -> None:
+    """Ranks would add them up, or scatter them, as dense ones: torch's error said `reshape is not implemented`."""
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(8, 4, sparse=True) if of_bags else nn.Embedding(8, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if of_bags:
+                return self.table(ids).square().mean()
+            return nn.functional.embedding(ids, self.table.weight, sparse=True).square().mean()
+
+    ids = torch.arange(8).reshape(2, 4)
+    for plan in (DATA, ZERO3):
+        with pytest.raises(FxRewriteError, match=r"an embedding has sparse gradients \(.*\).*set sparse=False"):
+            simulate(Sparse(), {"ids": ids}, plan, {"dp": 2})

@@ -26,6 +26,7 @@ from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
+from fxrewrite.spmd.parallelism.captured import check_dense_gradients
 from fxrewrite.spmd.parallelism.comparisons import Comparison, RankComparisons
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
@@ -146,6 +147,17 @@ class SpmdBackend(RanksBackend[SpmdReport, _Program]):
         self._comparisons = RankComparisons(plan, mesh, timeout)
         self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Plans hold functions that pickle does not find by name.
+
+        Raises:
+            FxRewriteError: always; it says what can be pickled.
+        """
+        raise FxRewriteError(
+            "a compiled model whose backend has a plan cannot be pickled: save its state_dict(), or the model as it "
+            "was before torch.compile (compiled._orig_mod), and compile what is loaded"
+        )
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
@@ -179,6 +191,7 @@ class SpmdBackend(RanksBackend[SpmdReport, _Program]):
         is_part = bool(border.graph_break)
         with few_collections():
             program = normalized(gm)
+            check_dense_gradients(program)
             add_leaves(program)
             if self._breaks == "dtensor":
                 border.leaving = "dtensor"

@@ -13,8 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxrewrite.backends import capture_with_inputs
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph import source_line
 from fxrewrite.graph.inputs import input_name
+from fxrewrite.ops import bind, key
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
+
+_EMBEDDINGS = ("aten::embedding", "aten::embedding_bag")
 
 
 def _part(value: Any, own: Mapping[str, int]) -> Any:
@@ -73,3 +77,13 @@ def captured_call(
     is_cut = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
     names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     return CapturedCall(gm, [whole.get(id(value), value) for value in given], names, is_cut)
+
+
+def check_dense_gradients(program: fx.GraphModule) -> None:
+    """Raise FxRewriteError for an embedding with sparse gradients: what ranks add up or scatter is dense."""
+    for node in program.graph.nodes:
+        if node.op == "call_function" and key(node.target) in _EMBEDDINGS and bind(node)["sparse"] is True:
+            raise FxRewriteError(
+                f"an embedding has sparse gradients ({source_line(node)}), and those of a plan over ranks are dense; "
+                "set sparse=False"
+            )

@@ -2,6 +2,7 @@
 
     change_gradients(tensors, factor, axis)    the same tensors; backward gives factor * sum over the ranks
     change_gradients(tensors, factor)          the same tensors; backward gives factor * gradient
+    hooked_on_any_rank(tensors, axis)          which of them have a hook that reads their gradient
 
 Every rank of a program returns the loss of the whole batch, and each collective's backward is its adjoint, so a rank
 differentiates the sum of the losses of all P ranks. What reaches a tensor that every rank holds is therefore a summand:
@@ -30,6 +31,20 @@ def change_gradients(
     differentiated again: FxRewriteError says so where somebody does. What is summed is dense, if sparse before.
     """
     return cast("tuple[torch.Tensor, ...]", _Changed.apply(axis, factor, *tensors)) if tensors else ()
+
+
+def hooked_on_any_rank(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
+    """For each tensor whether a rank of the axis has registered a hook on it: the same answer on every rank.
+
+    Such a hook reads the gradient before anything outside of the program sums it over ranks.
+    """
+    if not tensors:
+        return []
+    hooks = [1 if tensor._backward_hooks else 0 for tensor in tensors]
+    home = max((tensor.device for tensor in tensors), key=lambda device: device.type != "cpu")
+    found = torch.tensor(hooks, dtype=torch.int32, device=home)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group(axis))
+    return [bool(hooked) for hooked in found.tolist()]
 
 
 def _scaled(grad: torch.Tensor, factor: float, axis: Axis | None) -> torch.Tensor:

@@ -96,3 +96,7 @@ class RanksBackend(Generic[R, P]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The backend itself, as a function is: copies of a compiled model, as for averaged weights, share it."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made of: a compiled model that is loaded from a file compiles again."""
+        return {**vars(self), "reports": [], "_programs": []}

@@ -189,6 +189,15 @@ def test_weights_are_loaded_into_shards(mesh: DeviceMesh) -> None:
         model.load_state_dict({**saved, "layers.0.up.weight": torch.ones(3, 3)})
 
 
+def test_a_compiled_model_is_not_pickled_and_says_what_is(mesh: DeviceMesh) -> None:
+    model = shard_parameters(Model(), ZERO3, mesh)
+    compiled = torch.compile(model, backend=spmd(ZERO3, mesh=mesh, inner="eager"))
+    compiled(X).backward()
+    with pytest.raises(FxRewriteError, match=r"the model as it was before torch\.compile \(compiled\._orig_mod\)"):
+        pickle.dumps(compiled)
+    assert repr(pickle.loads(pickle.dumps(compiled._orig_mod))) == repr(model)
+
+
 def test_uneven_shards() -> None:
     """Rows that the ranks do not divide are held as DTensor and FSDP2 hold them, and padded in the program alone."""
     with fake_mesh((4,), ("dp",), rank=3) as four:
