@@ -94,16 +94,28 @@ def test_lengths_that_do_not_divide() -> None:
         compared(loss_of(model), model, MEGATRON_SP, {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.parametrize("plan", [MEGATRON, MEGATRON_LAYERS], ids=lambda plan: plan.name)
-def test_a_loss_of_log_probabilities(plan: Parallelism) -> None:
-    """Such as of preferences and policies: it needs all classes of a token, and layers compute as with any loss."""
+@pytest.mark.parametrize(
+    ("plan", "sent"), [(MEGATRON, 2 * LAYERS + 1 + 3), (MEGATRON_LAYERS, 2 * LAYERS)], ids=("vocabulary", "layers")
+)
+def test_a_loss_of_log_probabilities(plan: Parallelism, sent: int) -> None:
+    """Such as of preferences and policies: it sends no logits, and layers compute as with any loss."""
     model = build("Llama").double()
 
     def loss(input_ids: torch.Tensor) -> torch.Tensor:
         classes = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
         return -classes.gather(-1, input_ids[:, 1:, None]).mean()
 
-    found = compared(loss, model, plan, {"input_ids": IDS.repeat(8, 1)})  # cheaper than all logits is the head
+    assert compared(loss, model, plan, {"input_ids": IDS}).forward == {("tp", REDUCE): sent}
+
+
+def test_a_loss_of_all_log_probabilities() -> None:
+    """Such as a divergence from a teacher: it needs all classes of a token, and the head is fewer bytes than logits."""
+    model = build("Llama").double()
+
+    def loss(input_ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=input_ids).logits.log_softmax(-1).square().mean()
+
+    found = compared(loss, model, MEGATRON, {"input_ids": IDS.repeat(8, 1)})
     assert ("tp", SCATTER) not in found.forward
     assert found.forward[("tp", REDUCE)] >= 2 * LAYERS
 

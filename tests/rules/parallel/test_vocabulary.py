@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,6 +80,42 @@ def test_settings_of_the_loss(case: str) -> None:
     assert most_held(found) == CLASSES // 2
 
 
+def _log_probability(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _difference(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.gather(-1, target.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+READS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "log probabilities": (_log_probability, 3),
+    "log probabilities at a temperature": (lambda x, target: _log_probability(x / 0.7, target), 3),
+    "logits less their normalizer": (_difference, 3),
+    "two classes a row": (lambda x, i: x.log_softmax(2).gather(2, torch.stack([i, (i + 1) % CLASSES], 2)).exp(), 3),
+    "log probabilities in another dtype": (
+        lambda x, i: F.log_softmax(x.float(), -1, dtype=x.dtype).gather(2, i[..., None]),
+        3,
+    ),
+    "a normalizer that is kept small": (lambda x, target: x.logsumexp(-1, keepdim=True).square(), 2),
+}
+"""What losses read of logits, and its all-reduces: the maximum, the sum, and chosen classes."""
+
+
+@pytest.mark.parametrize("case", READS)
+@pytest.mark.some(3)
+def test_log_probabilities_need_no_whole_logits(case: str) -> None:
+    read, sent = READS[case]
+    model = Ends()
+    model.forward = lambda ids, target: (  # type: ignore[method-assign]
+        read(model.lm_head(torch.tanh(model.embed_tokens(ids))), target % CLASSES).square().sum()
+    )
+    found = check(model)
+    assert found.forward == {("tp", "all_reduce"): 1 + sent}
+    assert most_held(found) == CLASSES // 2
+    assert not found.report.events_of(Gathered)
+
+
 def assert_gathered(found: Comparison) -> None:
     (event,) = found.report.events_of(Gathered)
     assert "aten::cross_entropy_loss: its index d1 must be whole (1,920 bytes" in str(event)
@@ -126,7 +163,7 @@ def test_operators_on_consecutive_rows() -> None:
     weight, ids = torch.randn(6, 3, dtype=torch.float64), torch.tensor([[0, 5], [3, 2]])
     parts = [lookup_rows(weight[rows], rows, ids, -1) for rows in torch.arange(6).chunk(2)]
     torch.testing.assert_close(parts[0] + parts[1], F.embedding(ids, weight))
-    logits, target = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 5, -100, 3])
+    logits, target = torch.randn(4, 6, dtype=torch.float64), torch.tensor([[0], [5], [-100], [3]])
     parts = [take_class(logits[:, rows], rows, target) for rows in torch.arange(6).chunk(2)]
-    expected = torch.where(target < 0, 0, logits.gather(1, target.clamp(0)[:, None])[:, 0])
+    expected = torch.where(target < 0, 0, logits.gather(1, target.clamp(0)))
     torch.testing.assert_close(parts[0] + parts[1], expected)
