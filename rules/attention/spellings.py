@@ -273,7 +273,7 @@ _SCALES = (is_number("scale"), divides("divisor"), where.same_dtype("x", "other"
 
 def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
     pattern = Pattern((op("scaled_dot_product_attention", q, k, cap("v"), **_rest),), _SCALES)
-    fold = Rule(f"attention.{name}", pattern, numerics="reassociates", optional=True, after=after)
+    fold = Rule(f"attention.{name}", pattern, numerics="reassociates", domain="moderate", optional=True, after=after)
 
     @fold.replacement
     def _(match: Match, x: Any, other: Any, v: Any, mask: Any) -> Any:
@@ -285,6 +285,8 @@ def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
             refuse("a head of size 0 has no scale")
         scale = 1 / math.sqrt(depth) if old is None else old
         scale = scale / match["divisor"] if match["scale"] is None else scale * match["scale"]
+        if match["is_causal"] and not scale > 0:
+            refuse(f"causal attention multiplies hidden scores, which are -inf, by the scale {scale}")
         options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa") if match[name]}
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)
 

@@ -50,6 +50,8 @@ def _read(name: str, claim: Claim) -> Rule:
     @made.replacement
     def _(match: Match, q: Any, k: Any, v: Any, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:
         """scaled_dot_product_attention without a mask"""
+        if claim is CAUSAL and isinstance(scale, (int, float)) and not scale > 0:
+            refuse(f"is_causal multiplies hidden scores, which are -inf, by the scale {scale}")
         attend = aten.scaled_dot_product_attention
         return attend(q, k, v, None, dropout_p, claim is CAUSAL, scale=scale, enable_gqa=enable_gqa)
 
