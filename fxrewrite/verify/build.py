@@ -364,6 +364,7 @@ def _callable(target: Any) -> Callable[..., Any]:
 
 
 _UNCHECKED = frozenset({"aten::batch_norm", "aten::instance_norm", "aten::scaled_dot_product_attention"})
+"""Operators whose kernels for CPUs read operands as if they had other shapes or strides; see `_unchecked`."""
 
 
 def _unchecked(node: fx.Node) -> str:
@@ -373,9 +374,9 @@ def _unchecked(node: fx.Node) -> str:
         return f"{ops.key(node)} takes one dtype, not {said}"
     bound = ops.bind(node) if ops.key(node) in _UNCHECKED else {}
     if "running_var" in bound:
-        lines = ("weight", "bias", "running_mean", "running_var")
-        tensors = {name: bound[name] for name in lines if isinstance(bound[name], fx.Node)}
-        strided = [name for name, node in tensors.items() if not _tensor(node).is_contiguous()]
+        of_channels = ("weight", "bias", "running_mean", "running_var")
+        tensors = {name: _tensor(bound[name]) for name in of_channels if isinstance(bound[name], fx.Node)}
+        strided = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
         return f"the backward pass reads {', '.join(strided)} as if they were contiguous" if strided else ""
     if "key" not in bound:
         return ""

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, where
 from fxrewrite.ops import bind, key
 from fxrewrite.spmd import PLACEMENT, LayoutRule, placement_of
 from rules.attention.flops import declare_attention
@@ -203,6 +203,12 @@ _ANY_SCALE = cap("scale", "any")
 """Captures any scale, because in a graph with symbolic floats the scale is a node, not a literal."""
 raise_sdpa = attention_rule("attention.raise_sdpa", of=SDPA, renames=True, scale=_ANY_SCALE)
 lower_to_sdpa = attention_rule("attention.lower_to_sdpa", renames=True, sinks=None, softcap=0.0, scale=_ANY_SCALE)
+
+
+def check_scale_of_causal(scale: Any) -> None:
+    """Refuse `is_causal` with a scale of 0 or less: torch's kernel for CPUs multiplies hidden scores, -inf, by it."""
+    if isinstance(scale, (int, float)) and not scale > 0:
+        refuse(f"is_causal multiplies hidden scores, which are -inf, by the scale {scale}")
 
 
 @where.predicate("root", text="is_no_sdpa")

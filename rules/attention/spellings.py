@@ -40,7 +40,7 @@ from fxrewrite import (
 )
 from fxrewrite.ops import bind, fake_value, key, value
 from fxrewrite.spmd import is_same_size
-from rules.attention.operator import ATTEND
+from rules.attention.operator import ATTEND, check_scale_of_causal
 from rules.attention.parts import (
     DIVISOR,
     KT,
@@ -285,8 +285,8 @@ def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
             refuse("a head of size 0 has no scale")
         scale = 1 / math.sqrt(depth) if old is None else old
         scale = scale / match["divisor"] if match["scale"] is None else scale * match["scale"]
-        if match["is_causal"] and not scale > 0:
-            refuse(f"causal attention multiplies hidden scores, which are -inf, by the scale {scale}")
+        if match["is_causal"]:
+            check_scale_of_causal(scale)
         options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa") if match[name]}
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)
 

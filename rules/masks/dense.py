@@ -23,7 +23,7 @@ from torch import fx
 from fxrewrite import Match, Rule, RuleSet, cap, refuse, where
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import is_same_size
-from rules.attention.operator import SDPA, attention_rule
+from rules.attention.operator import SDPA, attention_rule, check_scale_of_causal
 from rules.masks.meanings import CAUSAL, OPEN, Claim, Finding, finding
 
 aten = torch.ops.aten
@@ -50,8 +50,8 @@ def _read(name: str, claim: Claim) -> Rule:
     @made.replacement
     def _(match: Match, q: Any, k: Any, v: Any, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:
         """scaled_dot_product_attention without a mask"""
-        if claim is CAUSAL and isinstance(scale, (int, float)) and not scale > 0:
-            refuse(f"is_causal multiplies hidden scores, which are -inf, by the scale {scale}")
+        if claim is CAUSAL:
+            check_scale_of_causal(scale)
         attend = aten.scaled_dot_product_attention
         return attend(q, k, v, None, dropout_p, claim is CAUSAL, scale=scale, enable_gqa=enable_gqa)
 

@@ -196,20 +196,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@where.predicate("logits", "dim", text="runs_along_classes")
-def _runs_along_classes(logits: fx.Node, dim: Any) -> bool | str:
-    return _runs_along(logits, dim)
-
-
 def _runs_along(logits: fx.Node, dim: Any) -> bool | str:
     last = fake_value(logits).dim() - 1
     dims = dim if isinstance(dim, (list, tuple)) else [dim]
     return (len(dims) == 1 and dims[0] in (-1, last)) or f"it runs along {dims}, and classes are the last dimension"
 
 
-@where.predicate("logits", "of", text="takes_classes")
-def _takes_classes(logits: fx.Node, of: int) -> bool | str:
-    return _runs_along(logits, of)
+_runs_along_classes = where.predicate("logits", "dim", text="runs_along_classes")(_runs_along)
+_takes_classes = where.predicate("logits", "of", text="takes_classes")(_runs_along)
 
 
 @where.predicate("logits", "index", text="has_rows_of_logits")

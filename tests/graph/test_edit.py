@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.ops.memory import memory_written
+from tests.dynamo import caught
 
 aten = torch.ops.aten
 
@@ -280,3 +282,14 @@ def test_which_memory_is_written_is_known_while_an_item_is_erased() -> None:
     edit.erase(second)
     assert second not in memory_written(edit.graph)
     assert {x, halves, first} <= memory_written(edit.graph)
+
+
+def test_what_a_higher_order_operator_saves_is_not_known() -> None:
+    """Its bodies are not traced for autograd, so it may save all that it reads and gives."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(torch.sin, x, use_reentrant=False)
+
+    gm, _ = caught(function, torch.rand(4, requires_grad=True))
+    (node,) = (one for one in gm.graph.nodes if isinstance(one.target, torch._ops.HigherOrderOperator))
+    assert Edit(gm).saved_for_backward(node) == [node, *node.all_input_nodes]

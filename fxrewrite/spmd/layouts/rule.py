@@ -285,9 +285,10 @@ def _misfit(call: Call, indices: IndexMap) -> str:
     for dim, size in (pair for terms, shape in (*operands, *results) for pair in zip(terms, shape, strict=True)):
         if unsized := [index for index in dim if index not in indices.sizes]:
             return f"no size of its index {unsized[0]!r}"
+        if not dim or not isinstance(size, int) or not indices.whole.isdisjoint(dim):
+            continue  # an index that is whole may stand for several dimensions
         made = product(indices.sizes[index] for index in dim)
-        is_free = dim and indices.whole.isdisjoint(dim)  # one that is whole may stand for several dimensions
-        if is_free and isinstance(made, int) and isinstance(size, int) and made != size:
+        if isinstance(made, int) and made != size:
             return f"indices {' '.join(dim)} of size {made} for a dimension of {size}"
     return ""
 

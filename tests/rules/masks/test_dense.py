@@ -225,6 +225,20 @@ def test_what_depends_on_data_or_chance_stays() -> None:
     assert not fired(traced(lambda b, s: torch.rand(s, s) > -1))
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_a_scale_that_makes_hidden_scores_visible_stays(scale: float) -> None:
+    """With is_causal, torch's kernel for CPUs multiplies -inf by it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, columns(LENGTH) <= rows(LENGTH), scale=scale)
+
+    assert F.scaled_dot_product_attention(*qkv(), is_causal=True, scale=scale).isnan().any()
+    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv())
+    report = MASKS.once().apply(gm)
+    assert not report["masks.causal"].rewrites
+    assert "is_causal multiplies hidden scores" in str(report)
+
+
 def test_rows_and_columns_that_differ_stay() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q[:, :, 1:], k, v, torch.ones(LENGTH - 1, LENGTH, dtype=torch.bool))
