@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autosp_rules import AutoSPBackend, autosp
 
@@ -154,6 +155,15 @@ def a_last_batch_that_differs(rank: int) -> None:
     for batch in (IDS, (IDS + rank) % 8):
         compiled(batch)
     backend.check_ranks()
+
+
+def a_later_batch_of_another_length(rank: int) -> None:
+    """Rank 0 is in a collective, of a group that ends soon, when rank 1 says why. Before, all changed the length."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
+    compiled = torch.compile(Model(nn.SiLU), backend=autosp("eager", mesh=mesh), dynamic=True)
+    for length in (16, 12, 12, 14 if rank else 12):
+        compiled(IDS[:, :length].contiguous())
 
 
 class EndsWhole(Model):

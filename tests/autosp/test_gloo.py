@@ -84,6 +84,14 @@ REFUSALS: dict[str, tuple[list[str], ...]] = {
     "weights_that_drift_apart": both("differ in parameter embed.weight of call 2", "'done'"),
     "a_model_without_a_sequence_in_parts": both("no sequence found in any of the 2 graphs that were compiled"),
     "a_last_batch_that_differs": both("differ in input ids of call 2 of a program", BY_THE_DATA),
+    "a_later_batch_of_another_length": (
+        [],  # gloo's words of its time limit
+        [
+            "rank 1 and rank 0 make call 4 of a program with other",
+            "sizes: ids [2, 14] here, ids [2, 12] there; ",
+            BY_THE_DATA,
+        ],
+    ),
     "targets_of_a_whole_graph_that_differ": both(
         "do not make the same call; first difference: line 2: 'targets", BY_THE_DATA
     ),

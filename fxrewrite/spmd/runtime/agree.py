@@ -4,6 +4,7 @@ that the others never enter."""
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -121,6 +122,69 @@ def compiling(axes: Sequence[Axis], timeout: float) -> Generator[None]:
             agree_along((axis, f"could not compile: {type(error).__name__}: {first_line}", said) for axis in axes)
         raise
     agree_along((axis, "compiled", said) for axis in axes)
+
+
+class SizesOfCalls:
+    """Shows the other ranks of an axis with which sizes this one makes each call of a program for many sizes.
+
+    Nobody waits for what is shown, which costs one message to the store. A rank reads what the others show where its
+    own sizes are new: where ranks part, at least one sees it before the program runs, and raises. Those whose sizes are
+    as before wait in a collective, until their launcher ends them, as torchrun does at the first error of a rank.
+
+    Args:
+        axis: of the ranks.
+        timeout: how long to wait for the slowest rank to make the call, in seconds.
+        hint: what to do where they differ.
+    """
+
+    def __init__(self, axis: Axis, timeout: float, hint: str) -> None:
+        self._axis, self._timeout, self._hint = axis, timeout, hint
+        self._last = ""
+        if is_fake(axis):
+            return
+        self._store, self._ranks, self._rank = store_of(axis), global_ranks(axis), axis_rank(axis.group)
+        place = ("sizes", axis.name, *map(str, self._ranks))
+        _rounds[place] += 1
+        self._program = f"sizes/{_rounds[place]}"
+
+    def check(self, call: int, sizes: str) -> None:
+        """Shows the sizes of this call, which every rank counts alike, and compares them where they are new here.
+
+        Raises:
+            FxRewriteError: another rank makes this call with other sizes, or not within the timeout.
+        """
+        if is_fake(self._axis):
+            return
+        self._store.set(self._key(call, self._rank), f"{call} {sizes}")
+        is_new, self._last = sizes != self._last, sizes
+        for other in range(self._axis.size) if is_new and call > 1 else ():
+            theirs = self._shown(call, other)
+            if theirs != sizes:
+                raise FxRewriteError(
+                    f"axis {self._axis.name}: rank {self._ranks[self._rank]} and rank {self._ranks[other]} make call "
+                    f"{call} of a program with other sizes: {sizes} here, {theirs} there; {self._hint}"
+                )
+
+    def _key(self, call: int, rank: int) -> str:
+        """Keys are used again, so that the store does not grow; a rank is not so many calls ahead of another."""
+        return f"{self._program}/{rank}/{call % 64}"
+
+    def _shown(self, call: int, other: int) -> str:
+        """The sizes of another rank at this call."""
+        end = time.monotonic() + self._timeout
+        with suppress(dist.DistStoreError, RuntimeError):
+            self._store.wait([self._key(call, other)], timedelta(seconds=self._timeout))
+            while True:
+                number, _, theirs = self._store.get(self._key(call, other)).decode().partition(" ")
+                if int(number) >= call or time.monotonic() > end:
+                    break
+                time.sleep(0.001)
+            if int(number) == call:
+                return theirs
+        raise FxRewriteError(
+            f"axis {self._axis.name}: rank {self._ranks[other]} did not make call {call} of a program within "
+            f"{self._timeout:g} s; every rank makes the same calls"
+        )
 
 
 def _first_difference(mine: str, theirs: str) -> str:

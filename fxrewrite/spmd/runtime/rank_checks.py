@@ -4,7 +4,7 @@
     checks.before(inputs)        at every call, before the program runs
 
 Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
-ranks, and names the first difference. Every later call sends a few numbers around the axis in the background, and the
+ranks, and names the first difference; so does a call with other sizes than the last one of a program for many sizes. Every later call sends a few numbers around the axis in the background, and the
 next call reads them: hashes of integer inputs, sums over a sample of floating ones, the states of generators if the
 program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of each parameter.
 
@@ -27,7 +27,7 @@ from fxrewrite.graph.inputs import input_name
 from fxrewrite.ops import fake_value, is_inexact, is_parameter
 from fxrewrite.spmd.group import is_fake
 from fxrewrite.spmd.placement import Axis
-from fxrewrite.spmd.runtime.agree import agree
+from fxrewrite.spmd.runtime.agree import SizesOfCalls, agree
 from fxrewrite.spmd.runtime.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 
 _GENERATORS = "the random number generators, which must draw alike for"
@@ -137,6 +137,8 @@ class RankChecks:
         """Of inputs, by name: processes may read them in different orders."""
         self._names = [names[i] for i in self._order]
         self._is_parameter = [is_parameter(placeholders[i]) for i in self._order]
+        is_for_many = any(isinstance(fake_value(node), torch.SymInt) for node in placeholders)
+        self._sizes = SizesOfCalls(axis, timeout, advice.inputs) if is_for_many and same is None else None
         self._drawn = drawn
         self._devices = sorted({_device_of(node) for node in drawn}, key=str)
         self._calls = 0
@@ -149,7 +151,8 @@ class RankChecks:
             inputs: what this rank passes.
 
         Raises:
-            FxRewriteError: on every rank, if the ranks differ in this call (the first) or in the one before.
+            FxRewriteError: on every rank, if the ranks differ in this call (the first) or in the one before; on those
+                whose sizes are new, if the sizes of this call differ.
         """
         if self._in_training and not torch.is_grad_enabled():
             return
@@ -160,6 +163,10 @@ class RankChecks:
         is_first = self._calls == 1
         if is_first:
             self._agree_on_first(inputs)
+        if self._sizes is not None:
+            batch = [(name, x) for name, x, is_weight in self._each(inputs) if not is_weight]
+            shapes = (f"{name} {list(x.shape)}" for name, x in batch if isinstance(x, torch.Tensor))
+            self._sizes.check(self._calls, ", ".join(shapes))
         if self._every_call or self._drawn:
             self._send(inputs)
         if is_first:
