@@ -4,9 +4,10 @@
     checks.before(inputs)        at every call, before the program runs
 
 Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
-ranks, and names the first difference; so does a call with other sizes than the last one of a program for many sizes. Every later call sends a few numbers around the axis in the background, and the
-next call reads them: hashes of integer inputs, sums over a sample of floating ones, the states of generators if the
-program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of each parameter.
+ranks, and names the first difference; so does a call of a program for many sizes whose sizes are new. Every later call
+sends a few numbers around the axis in the background, and the next call reads them: hashes of integer inputs, sums over
+a sample of floating ones, the states of generators if the program draws numbers that all ranks must share, and at calls
+1, 2, 4, 8, ... a checksum of each parameter.
 
 A program that sends nothing, one rank may run alone to evaluate: it is compared in training only.
 """
