@@ -69,7 +69,7 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
         border = self._border(gm, example_inputs, axis, why)
         # One rank, or evaluation: compile the graph unchanged.
         if why:
-            self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
+            self._report_whole(axis, why, border)
             run = compile_whole(gm, border.examples(gm, example_inputs))
             return lambda *inputs: run(*border.entered(inputs))
         _refuse_dtensors(gm)
@@ -81,7 +81,10 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
             if not (border.graph_break or self.reports):
                 raise
             border = self._border(gm, example_inputs, axis, "the graph has no sequence")
-            self._report_whole(axis, border)
+            self._report_whole(axis, "no sequence found", border)
+            part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
+            level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
+            log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
             whole = Program(gm, self.config, axis, border, is_sharded=False, before_again=self._refuse_no_sequence)
             whole.run = compile_whole(gm, border.examples(gm, example_inputs))
             self._programs.append(whole)
@@ -123,13 +126,10 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
         border.enter(gm, example_inputs, why_whole=why_whole)
         return border
 
-    def _report_whole(self, axis: Axis, border: Border) -> None:
-        report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
+    def _report_whole(self, axis: Axis, why: str, border: Border) -> None:
+        report = AutoSPReport.of_graph_left_alone(axis, why, border.graph_break)
         report.events.extend(border.events)
         self.reports.append(report)
-        part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
-        level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
-        log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
 
     def _refuse_no_sequence(self) -> None:
         """Raises NoSequenceError if no graph so far has a sequence."""

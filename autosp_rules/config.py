@@ -168,7 +168,7 @@ class AutoSPConfig(BaseModel):
     @field_validator("checkpoint", "loss_tile", "mlp_tile", mode="before")
     @classmethod
     def _bytes_as_text(cls, value: Any) -> Any:
-        return bytes_from(value) if isinstance(value, str) and value[:1].isdigit() else value
+        return bytes_from(value) if isinstance(value, str) and value.strip()[:1].isdigit() else value
 
     @field_validator("rules", mode="before")
     @classmethod

@@ -258,6 +258,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: simulated(Parallelism("mine", axis="tp", place={param("weight"): Shard("0")}), {"tp": 2}),
         r"weight: Shard\('0'\): a dimension is an int",
     ),
+    "a number of collectives that is a bool": (
+        lambda: sends(all_reduce=True),
+        "sends: all_reduce=True is not a number of collectives",
+    ),
     "a number of collectives that is a text": (
         lambda: sends(all_reduce="1"),
         "sends: all_reduce='1' is not a number of collectives",

@@ -148,7 +148,8 @@ def _drop_unread_results(
     gradients = backward.graph.find_nodes(op="placeholder")[: len(function.results)]
     results, saved = _given(forward)
     users: list[Any] = [user for user in node.users if user.users]
-    reads = {user.args[1] if user.target is operator.getitem else -1 for user in users}
+    taken = [user.args[1] if user.target is operator.getitem else -1 for user in users]
+    reads = {index if isinstance(index, int) else -1 for index in taken}
     count = len(results)
     while count and not ({count - 1, -1} & reads or count - 1 in function.non_differentiable or gradients[-1].users):
         backward.graph.erase_node(gradients.pop())

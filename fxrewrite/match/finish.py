@@ -86,7 +86,8 @@ def _is_read(candidate: Candidate | Failure, result: Result) -> bool:
     values = ops.value(node)
     count = len(values) if isinstance(values, (list, tuple)) else 0
     same = {result.number, result.number - count, result.number + count}
-    return any(user.target is operator.getitem and user.args[1] in same for user in node.users)
+    taken = [user.args[1] for user in node.users if user.target is operator.getitem]
+    return any(not isinstance(index, int) or index in same for index in taken)
 
 
 def _with_lists(variant: Variant, candidate: Candidate, index: int, passed: int) -> Iterator[Candidate | Failure]:

@@ -177,6 +177,8 @@ def parse_term(text: str) -> Term:
         return as_term(_Parser(text).read(ast.parse(text, mode="eval").body))
     except SyntaxError as error:
         raise RuleDefinitionError(f"pattern {text!r}, column {error.offset}: {error.msg}") from error
+    except (RecursionError, MemoryError) as error:
+        raise RuleDefinitionError(f"pattern {text!r}: it is nested too deeply") from error
 
 
 def column_of(text: str, node: ast.expr) -> int:

@@ -150,7 +150,9 @@ def _on_one_device(model: nn.Module, inputs: Mapping[str, Any], num_parts: int) 
         yield model(**inputs)
         return
     for i in range(num_parts):
-        part = tree_map_only(torch.Tensor, lambda value, i=i: value.chunk(num_parts)[i].clone(), dict(inputs))
+        part = tree_map_only(
+            torch.Tensor, lambda x, i=i: (x.chunk(num_parts)[i] if x.dim() else x).clone(), dict(inputs)
+        )
         yield _from_own_buffers(model, part)
 
 

@@ -68,6 +68,8 @@ def test_who_reads_the_whole_list_gets_one_or_it_is_refused() -> None:
         assert state(gm) == before
     gm = traced(lambda a, b: torch.split(torch.cat([a, b]), [3, 3])[0] + 1, X, X[:2])
     assert "the replacement gives" in apply(gm, undone()).refusals[0].reason
+    sliced = fx.symbolic_trace(lambda x: ((parts := x.chunk(2))[1] + 1, parts[0:1]))
+    assert apply(sliced, made(lambda x: x.chunk(2)[:2], lambda x: (x, x))).rewrites == 0
     gm = traced(lambda a: torch.unbind(a)[0], X)
     assert (
         "gives 1 values, the original 4"

@@ -239,6 +239,7 @@ def test_annotations_that_mean_nothing_are_refused() -> None:
     ("text", "message"),
     [
         ("mul(x, ", "column 4"),
+        pytest.param("-" * 5000 + "1", "it is nested too deeply", id="nested"),
         ("mul(x, open(y))", "column 8: there is no operator 'open'"),
         ("mul(x, y.z)", "y.z is not part of the pattern language"),
         ("mul(x, torch.load)", "torch.load is not a dtype"),

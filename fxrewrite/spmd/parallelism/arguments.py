@@ -63,19 +63,22 @@ def stated_arguments(plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> Stat
 def joining(cls: type[nn.Module], stated: Stated) -> dict[str, Any]:
     """Members of a subclass whose forward reads its arguments through `joined` while Dynamo traces it.
 
-    A hook would not do: Dynamo runs those of the outermost module before its program.
+    A hook would not do: Dynamo runs those of the outermost module before its program. An argument that only `*args`
+    takes is named as Dynamo names it, `args_0`.
     """
     if not stated:
         return {}
     text = repr(stated)
-    _, *names = inspect.signature(cls.forward).parameters
+    _, *parameters = inspect.signature(cls.forward).parameters.values()
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    further = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "")
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            names = [*positional, *[f"{further}_{i}" for i in range(len(args) - len(positional))]]
             named = zip(names, args, strict=False)
-            whole = [joined(x, name, text) if isinstance(x, torch.Tensor) else x for name, x in named]
-            args = (*whole, *args[len(names) :])
+            args = tuple([joined(x, name, text) if isinstance(x, torch.Tensor) else x for name, x in named])
             kwargs = {n: joined(x, n, text) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
         return cls.forward(self, *args, **kwargs)
 

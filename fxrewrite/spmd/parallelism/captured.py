@@ -22,11 +22,11 @@ _EMBEDDINGS = ("aten::embedding", "aten::embedding_bag")
 
 
 def _part(value: Any, own: Mapping[str, int]) -> Any:
-    """What the first rank of axes with own data is called with."""
-    if not isinstance(value, torch.Tensor):
+    """What the first rank of axes with own data is called with: its rows of tensors, and all of a number."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     for axis, size in own.items():
-        if not value.dim() or len(value) % size:
+        if len(value) % size:
             raise FxRewriteError(f"{size} ranks of axis {axis} do not divide dimension 0 of {list(value.shape)}")
         value = value.narrow(0, 0, len(value) // size)
     return value.clone() if own else value
@@ -74,7 +74,7 @@ def captured_call(
     gm, given = capture_with_inputs(model, part)
     _name_as_the_model(gm, model)
     whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
-    is_cut = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
+    is_cut = [isinstance(value, torch.Tensor) and whole.get(id(value), value) is not value for value in given]
     names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     return CapturedCall(gm, [whole.get(id(value), value) for value in given], names, is_cut)
 

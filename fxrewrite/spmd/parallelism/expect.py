@@ -60,7 +60,7 @@ class Sends:
             "all_to_all": all_to_all,
         }
         for kind, count in counts.items():
-            if not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"sends: {kind}={count!r} is not a number of collectives")
         self.within, self.counts, self.but, self.hint = within, counts, but, hint
         self.name = f"expect {self.text()}"

@@ -45,7 +45,7 @@ def test_bytes_are_numbers_or_have_a_unit() -> None:
     for wrong in ("24", "24 gigs", "-1 GiB", 0, -5, 1.5, True, "0 GB"):
         with pytest.raises(ValueError, match='as an int of 1 or more or as a text with a unit: "24 GiB", "500 MB"'):
             bytes_from(wrong)
-    config = AutoSPConfig(checkpoint="20 KiB", loss_tile="1 MiB", mlp_tile="2 MB")
+    config = AutoSPConfig(checkpoint="20 KiB", loss_tile="1 MiB", mlp_tile=" 2 MB")
     assert (config.checkpoint, config.loss_tile, config.mlp_tile) == (20 * 2**10, 2**20, 2_000_000)
 
 

@@ -57,6 +57,7 @@ from fxrewrite.spmd import (
     spmd,
 )
 from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.parallelism.arguments import joined, joining
 from fxrewrite.testing import explain_placement, fake_mesh, run_on_ranks, simulate
 from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
 from tests.autosp.one_device import captured
@@ -876,6 +877,37 @@ def test_a_simulation_that_cannot_be_run() -> None:
         simulate(Model(), {"x": X}, TENSOR, {"dp": 2})
     with pytest.raises(FxRewriteError, match="3 ranks of axis dp do not divide dimension 0"):
         simulate(Model(), {"x": X}, DATA, {"dp": 3})
+
+
+class OfAny(nn.Module):
+    """Does not name its arguments."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return args[0].square().sum() / args[1] + kwargs["y"].sum()
+
+
+class Divided(nn.Linear):
+    """Divides by a number, such as the count of labels that a trainer passes."""
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().sum() / n
+
+
+def test_a_number_is_whole_where_ranks_have_rows_of_the_batch() -> None:
+    number = torch.tensor(8.0, dtype=torch.float64)
+    found = simulate(Divided(6, 6).double(), {"x": X.double(), "n": number}, DATA, {"dp": 2})
+    assert max(found.loss_error, found.grad_error) < 1e-12, str(found)
+
+
+def test_arguments_that_the_model_does_not_name_have_the_names_that_dynamo_gives_them() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    model = OfAny()
+    model.__class__ = type("Joined", (OfAny,), joining(OfAny, (("dp", "args_0", 0, 2),)))
+    compiled = torch.compile(model, backend=lambda gm, _: graphs.append(gm) or gm.forward)
+    with pytest.raises(FxRewriteError, match="args_0 is passed in chunks to a program that spmd has not lowered"):
+        compiled(X, torch.ones(()), y=X)
+    names = [node.args[1] for node in graphs[0].graph.find_nodes(op="call_function", target=joined)]
+    assert names == ["args_0", "args_1", "y"]
 
 
 class Odd(nn.Module):
