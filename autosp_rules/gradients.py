@@ -91,6 +91,11 @@ class GradientPlan:
             )
         return asked if option == "done" else plan
 
+    @property
+    def leaves_summands(self) -> bool:
+        """Whether gradients of parameters without hooks leave as the summands of ranks, which others average."""
+        return not self.reduced and self.factor == 1
+
     def text(self) -> str:
         """Returns what is done to gradients of parameters, as text."""
         parts = ["averages them over the axis in the backward pass"] if self.reduced else []

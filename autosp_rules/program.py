@@ -20,6 +20,7 @@ from fxrewrite.spmd import (
     Border,
     RankChecks,
     change_gradients,
+    hooked_here,
     hooked_on_any_rank,
     is_due,
 )
@@ -80,6 +81,7 @@ class Program:
         )
         self._gradients = GradientPlan()
         names = [input_name(node) for node in placeholders]
+        self._names = names
         self._by_name = sorted(
             (i for i, is_weight in enumerate(self._is_parameter) if is_weight), key=names.__getitem__
         )
@@ -109,6 +111,22 @@ class Program:
             raise
         return self._border.left(outputs, given)
 
+    def _refuse_late_hooks(self, inputs: Sequence[Any]) -> None:
+        """Raises AutoSPError where a parameter got a hook since ranks have last looked for hooks together.
+
+        It would read a rank's summand, and ranks do not look at every call, as they would wait for each other.
+        """
+        weights = [i for i in self._by_name if i not in self._hooked and isinstance(inputs[i], torch.Tensor)]
+        late = next(
+            (i for i, hooked in zip(weights, hooked_here([inputs[i] for i in weights]), strict=True) if hooked), None
+        )
+        if late is not None:
+            raise AutoSPError.of(
+                f"parameter {self._names[late]} got a hook before call {self._calls} of a program, and ranks look for "
+                "hooks at calls 1, 2, 4, 8, ...: it would read one rank's summand of the gradient",
+                hint="register hooks before training, or call torch._dynamo.reset() after it, on every rank",
+            )
+
     def _hooked_on_any_rank(self, inputs: Sequence[Any]) -> list[int]:
         weights = [i for i in self._by_name if isinstance(inputs[i], torch.Tensor)]
         hooked = hooked_on_any_rank([inputs[i] for i in weights], self._axis)
@@ -131,6 +149,8 @@ class Program:
                 )
             if self._is_sharded:
                 self._hooked = self._hooked_on_any_rank(inputs)
+        elif self._is_sharded and self._gradients.leaves_summands:
+            self._refuse_late_hooks(inputs)
         entered = self._gradients.enter(
             inputs,
             self._is_parameter,

@@ -173,6 +173,7 @@ from fxrewrite.spmd.runtime.fingerprint import (
 )
 from fxrewrite.spmd.runtime.gradients import (
     change_gradients as change_gradients,
+    hooked_here as hooked_here,
     hooked_on_any_rank as hooked_on_any_rank,
 )
 from fxrewrite.spmd.runtime.rank_checks import (

@@ -195,6 +195,18 @@ def _clip_gradients(model: nn.Module) -> None:
         model.get_parameter("model.embed.weight").register_hook(lambda gradient: None)
 
 
+def _hooked_late(run: Run) -> Any:
+    """A hook is registered before the third step, when ranks do not look for hooks."""
+    step, calls = _ddp(run), iter(range(STEPS))
+
+    def call(**inputs: Tensor) -> Any:
+        if next(calls) == 2:
+            run.model.get_parameter("lm_head.weight").register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return step(**inputs)
+
+    return call
+
+
 def _over_dp(run: Run) -> Any:
     return _ddp(run, process_group=run.mesh.get_group("dp"))
 
@@ -207,6 +219,7 @@ def _fsdp_by_layer_over_dp(run: Run) -> Any:
 CASES: dict[str, Case] = {
     "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1, ranks=4),
     "DDP, parameters with hooks": Case(_ddp, hook=_clip_gradients),
+    "DDP, a hook that comes late": Case(_hooked_late),
     "averaged by hand, parameters with hooks": Case(lambda run: run.compiled(), averaged=False, hook=_clip_gradients),
     "DDP compiled": Case(_ddp_compiled, graphs=1, inner="inductor"),
     "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),

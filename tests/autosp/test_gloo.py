@@ -246,6 +246,7 @@ _BROKEN = r"does not compile to one graph: .*\.py:\d+\) cannot be traced, and ru
 REFUSED = {
     "FSDP by layer, breaks='refuse'": _BROKEN,
     "a break, strict": _BROKEN,
+    "DDP, a hook that comes late": r"parameter lm_head.weight got a hook before call 3 of a program",
     "a break, gradients='sum'": r"gradients are summed over axis sp, and the graph breaks",
     "DDP over dp alone, gradients='mean'": r"gradients='mean' gives wrong gradients under DistributedDataParallel over",
 }

@@ -33,6 +33,11 @@ def change_gradients(
     return cast("tuple[torch.Tensor, ...]", _Changed.apply(axis, factor, *tensors)) if tensors else ()
 
 
+def hooked_here(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each tensor whether this rank has registered a hook on it."""
+    return [bool(tensor._backward_hooks) for tensor in tensors]
+
+
 def hooked_on_any_rank(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
     """For each tensor whether a rank of the axis has registered a hook on it: the same answer on every rank.
 
@@ -40,9 +45,8 @@ def hooked_on_any_rank(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool
     """
     if not tensors:
         return []
-    hooks = [1 if tensor._backward_hooks else 0 for tensor in tensors]
     home = max((tensor.device for tensor in tensors), key=lambda device: device.type != "cpu")
-    found = torch.tensor(hooks, dtype=torch.int32, device=home)
+    found = torch.tensor(hooked_here(tensors), dtype=torch.int32, device=home)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group(axis))
     return [bool(hooked) for hooked in found.tolist()]
 
