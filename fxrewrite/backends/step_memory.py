@@ -82,7 +82,16 @@ def _of_graphs(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> Step
     insides = _Insides()
     first = _held(forward, insides, fuses=fuses)
     if backward is None:
-        return StepMemory(0, first.peak, 0, first.end, 0, first.at, insides.unknown, fuses)
+        return StepMemory(
+            given=0,
+            forward=first.peak,
+            backward=0,
+            saved=first.end,
+            gradients=0,
+            at=first.at,
+            unknown=insides.unknown,
+            is_guess=fuses,
+        )
     read = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in read if node.name.startswith("tangents")]
     # The forward graph returns the caller's results, then what it saves, of which what is no input dies when read.

@@ -1,4 +1,4 @@
-"""Layouts over a mesh axis: index notation, layout rules, propagation and process groups."""
+"""Graphs over the axes of a mesh: placements, layout rules, propagation, lowering, what runs on ranks, prices."""
 
 from fxrewrite.graph.sizes import (
     Size as Size,

@@ -1,4 +1,4 @@
-"""What propagation has to say: operators that run whole, draws of random numbers, and gradients that are summed."""
+"""What the report of a program over a mesh says: what runs whole, is drawn, summed, gathered at a break, or repeats."""
 
 from __future__ import annotations
 
