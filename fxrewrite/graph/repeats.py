@@ -9,7 +9,8 @@ dtype, shape, stride and device, and read each other and what is before them in 
 Repeats are found in the text of the nodes, without their wiring: substrings of 1, 2, 4, 8, ... nodes get numbers that
 are equal for equal substrings (Karp, Miller and Rosenberg 1972), from which follows how far two matches extend. A
 repeat that touches its next occurrence is periodic; it is cut where the fewest bytes pass from one period to the next.
-The selection is greedy: the candidate that saves most first. O(n log n) for n nodes, and the lifetimes of values that must not pass from part to part.
+The selection is greedy: the candidate that saves most first. O(n log n) for n nodes, and the lifetimes of values that
+must not pass from part to part.
 """
 
 from __future__ import annotations
