@@ -332,3 +332,17 @@ class LayoutRules:
 
     def __len__(self) -> int:
         return len(self.rules)
+
+
+def why_unknown(call: Call, rule: LayoutRule | None) -> str:
+    """Why nothing is known of the indices of a call whose operator has this rule, or none."""
+    if call.reads_sizes:
+        return f"{call.key} has a size that depends on data"
+    if rule is not None and isinstance(rule.index_map, str):
+        return (
+            f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "
+            "leaves free what the call names as its dim"
+        )
+    if rule is not None:
+        return f"layout rule {rule.id} says nothing of this call of {call.key}: its function returned None"
+    return f"{call.key} has no layout rule"

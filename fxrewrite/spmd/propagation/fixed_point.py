@@ -19,7 +19,7 @@ from fxrewrite.ops import is_pure, is_random, key, memory_origins, memory_writte
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap
-from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules, results_of
+from fxrewrite.spmd.layouts.rule import LayoutRules, results_of, why_unknown
 from fxrewrite.spmd.placement import AnyPlacement, Partial, Placement, Replicate, Shard, as_placement, is_same_placement
 from fxrewrite.spmd.propagation.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, replicated, spread
@@ -174,7 +174,7 @@ class Propagation:
         """How an operator runs by its index map; without one nothing is known of it, so it runs on whole values."""
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
-            why = _why_unknown(call, rule)
+            why = why_unknown(call, rule)
             if self.context.strict:
                 refuse(
                     f"operator {why}",
@@ -290,19 +290,6 @@ class Propagation:
         if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
             return None
         return self._call(node)[2]
-
-
-def _why_unknown(call: Call, rule: LayoutRule | None) -> str:
-    if call.reads_sizes:
-        return f"{call.key} has a size that depends on data"
-    if rule is not None and isinstance(rule.index_map, str):
-        return (
-            f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "
-            "leaves free what the call names as its dim"
-        )
-    if rule is not None:
-        return f"layout rule {rule.id} says nothing of this call of {call.key}: its function returned None"
-    return f"{call.key} has no layout rule"
 
 
 def _as_produced(position: int, node: fx.Node, placement: Placement) -> Placement:
