@@ -113,18 +113,20 @@ def write_parts(edit: Edit, node: fx.Node, rule: LayoutRule) -> bool:
         return False
     except Exception as error:
         raise RuleDefinitionError(f"{where} raised {type(error).__name__}: {error}") from error
-    results: Any = body.graph.output_node().args[0]
-    pairs = zip(pytree.tree_leaves(value(node)), map(value, pytree.tree_leaves(results)), strict=True)
-    for expected, found in pairs:
-        same_shape = len(expected.shape) == len(found.shape) and all(map(is_same_size, expected.shape, found.shape))
-        if expected.dtype != found.dtype or not same_shape:
-            looks = [f"{value.dtype} {list(value.shape)}" for value in (found, expected)]
-            raise RuleDefinitionError(f"{where} are {looks[0]}, and the call gives {looks[1]}")
+    results = pytree.tree_leaves(body.graph.output_node().args[0])
+    expected, found = tensors_of(node), [value(result) for result in results if isinstance(result, fx.Node)]
+    if len(expected) != len(found) or not all(map(_looks_as, found, expected)):
+        looks = [" and ".join(f"{x.dtype} {list(x.shape)}" for x in of) for of in (found, expected)]
+        raise RuleDefinitionError(f"{where} give {looks[0]}, and the call gives {looks[1]}")
     return _replace(edit, node, body, operands, rule.id)
 
 
 class _UnknownParts(Exception):  # noqa: N818  # not an error: how a function says that it does not know
     """Ends the trace of a function that returned NotImplemented."""
+
+
+def _looks_as(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.dim() == b.dim() and all(map(is_same_size, a.shape, b.shape))
 
 
 def _of_operands(

@@ -26,6 +26,7 @@ from fxrewrite.spmd import (
     SpmdContext,
     axis_of,
     contexts,
+    inputs,
     module_input,
     module_output,
     try_placements,
@@ -256,7 +257,7 @@ def test_parts_that_raise_or_give_another_shape_are_errors_of_the_rule() -> None
     for function, said in [
         (
             halve,
-            r"layout rule mine.prod: its parts of aten::prod at %prod.* are torch.float64 \[4, 1\], and the call gives",
+            r"layout rule mine.prod: its parts of aten::prod at %prod.* give torch.float64 \[4, 1\], and the call",
         ),
         (fail, r"its parts of aten::prod at %prod.* raised KeyError: 'nothing'"),
     ]:
@@ -267,3 +268,15 @@ def test_parts_that_raise_or_give_another_shape_are_errors_of_the_rule() -> None
             try_placements(aten.prod.dim_int, (numbers(4, 6), 1), {}, [Shard(1)], axis=axis_of(mesh, "sp"), **how)
     with pytest.raises(RuleDefinitionError, match=r"mine\.prod: parts of aten::sum, which is none of its operators"):
         LayoutRule("mine.prod", ("aten::prod",), "a !b -> a", parts={"aten::sum": halve})
+
+
+@pytest.mark.parametrize("norm", ["batch norm", "instance norm"])
+def test_statistics_over_two_axes_of_a_mesh(norm: str) -> None:
+    """One has parts of the batch, the other of each sample."""
+    torch._dynamo.reset()
+    batch = Parallelism("batch", axis="dp", place={inputs("x"): Shard(0)})
+    space = Parallelism("space", axis="sp", place={module_output("conv"): Shard(2, uneven=True)})
+    x = torch.randn(4, 3, 5, dtype=torch.float64) * 3 + 2
+    found = simulate(Net(NORMS[norm]()).double(), {"x": x}, batch | space, {"dp": 2, "sp": 2})
+    assert max(found.loss_error, found.grad_error, found.output_error) < 1e-12, str(found)
+    assert not found.report.events_of(Gathered)
