@@ -97,7 +97,7 @@ def norm(args: Args) -> Any:
     given, dims, dtype = args["self"], _dims(args), args.get("dtype")
     power = args.get("ord", args.get("p"))
     power = 2 if power is None else power
-    if not given.is_floating_point() or isinstance(power, str) or not (power >= 1 or power == -math.inf):
+    if not given.is_floating_point() or not (power >= 1 or power == -math.inf):
         return NotImplemented
     x, keepdim = _wide(given, dtype), bool(args.get("keepdim"))
     if math.isinf(power):
@@ -107,12 +107,6 @@ def norm(args: Args) -> Any:
     else:
         found = _root((x.square() if power == 2 else x.abs().pow(power)).sum(dims, keepdim=keepdim), power)
     return found.to(dtype or given.dtype)
-
-
-def linalg_norm(args: Args) -> Any:
-    """Not of matrices by an `ord`; without one, their entries are one vector."""
-    is_vector = args["ord"] is None or len(_dims(args)) == 1
-    return norm(args) if is_vector else NotImplemented
 
 
 def logsumexp(args: Args) -> Any:
@@ -245,9 +239,7 @@ REDUCED = {
     "aten::var_mean": var_mean,
     "aten::std_mean": std_mean,
     "aten::linalg_vector_norm": norm,
-    "aten::linalg_norm": linalg_norm,
     "aten::norm": norm,
-    "aten::frobenius_norm": norm,
     "aten::logsumexp": logsumexp,
 }
 ALONG = {

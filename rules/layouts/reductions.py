@@ -113,8 +113,8 @@ def beyond(call: Call) -> Neutral:
 
 
 _WHOLE = """
-all aminmax any argmax argmin frobenius_norm kthvalue linalg_norm linalg_vector_norm logsumexp max median min
-mode nanmean nanmedian nanquantile norm prod quantile std std_mean var var_mean
+all aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max median min mode nanmean nanmedian nanquantile
+norm prod quantile std std_mean var var_mean
 """
 _ALONG = """
 _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum flip log_softmax logcumsumexp roll softmax sort
