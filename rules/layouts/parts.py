@@ -66,25 +66,32 @@ def _moments(x: Tensor, dims: list[int], correction: float = 0) -> tuple[Tensor,
     return mean, squares / (torch.sym_max(count - int(correction), 0) if correction else count)
 
 
-def var_mean(args: Args) -> Any:
-    """Not of complex numbers, nor less a fraction of a size that is a symbol."""
+def _statistics(args: Args, *, is_root: bool) -> Any:
+    """The variance, or its root, and the mean.
+
+    Not of complex numbers, nor less a fraction of a size that is a symbol.
+    """
     given, dims = args["self"], _dims(args)
     correction = args.get("correction")
     correction = float(args.get("unbiased", True)) if correction is None else correction
     if given.is_complex() or not (isinstance(_count(given, dims), int) or correction == int(correction)):
         return NotImplemented
-    mean, variance = _moments(_wide(given), dims, correction)
-    return _kept(variance, args).to(given.dtype), _kept(mean, args).to(given.dtype)
+    mean, found = _moments(_wide(given), dims, correction)
+    found = _root(found) if is_root else found  # before it is rounded: a variance may be too large for float16
+    return _kept(found, args).to(given.dtype), _kept(mean, args).to(given.dtype)
+
+
+def var_mean(args: Args) -> Any:
+    return _statistics(args, is_root=False)
+
+
+def std_mean(args: Args) -> Any:
+    return _statistics(args, is_root=True)
 
 
 def var(args: Args) -> Any:
     found = var_mean(args)
     return found if found is NotImplemented else found[0]
-
-
-def std_mean(args: Args) -> Any:
-    found = var_mean(args)
-    return found if found is NotImplemented else (_root(found[0]), found[1])
 
 
 def std(args: Args) -> Any:

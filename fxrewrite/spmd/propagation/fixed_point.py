@@ -97,7 +97,8 @@ class Propagation:
         if rule is None or call.key not in rule.parts or indices is None:
             return None
         part = indices.locate(indices.operands[0], self._shown(call.operands[0]))
-        return rule if part is not None else None
+        is_gathered = part is not None and (part.index in indices.whole or updates_statistics(node))
+        return rule if is_gathered else None
 
     # forward
 

@@ -148,6 +148,7 @@ def test_no_digits_are_lost_where_the_mean_is_large() -> None:
     ("target", "args"),
     [
         (aten.var.dim, ([1],)),
+        (aten.std.dim, ([1],)),
         (aten.linalg_vector_norm.default, (2, [1])),
         (aten.logsumexp.default, ([1],)),
         (aten.softmax.int, (1,)),
@@ -157,7 +158,7 @@ def test_no_digits_are_lost_where_the_mean_is_large() -> None:
 )
 def test_half_precision_is_summed_in_float32(target: Any, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = (torch.randn(2, 4096) * 4).to(dtype)
+    x = (torch.randn(2, 4096) * (400 if target is aten.std.dim else 4)).to(dtype)  # 400 squared is beyond float16
     eps, largest = torch.finfo(dtype).eps, target(x, *args).abs().max().item()
     assert tried(target, (x, *args), 4, 1)[0] <= 2 * eps * largest
 
@@ -175,6 +176,26 @@ def test_what_the_parts_do_not_know_is_gathered(target: Any, args: tuple[Any, ..
     x = torch.randn(4, 6, dtype=torch.complex128 if target is aten.var.dim else torch.float64)
     with pytest.raises(AssertionError, match="gathered"):
         tried(target, (x, *args), 2, 1)
+
+
+def test_only_what_is_gathered_of_the_first_operand_runs_in_parts() -> None:
+    """Rows of a layer norm are independent, and its weight is gathered."""
+    x, weight = numbers(4, 6), numbers(6)
+    programs: list[torch.fx.GraphModule] = []
+
+    def apply(gm: torch.fx.GraphModule, context: SpmdContext) -> Any:
+        programs.append(gm)
+        return PLAN.apply(gm, context=context)
+
+    def run(gm: torch.fx.GraphModule, given: Any, ranks: int) -> Any:
+        ran = run_on_ranks(gm, given, ranks, backward=0)
+        return ran.outputs, ran.gradients()
+
+    with fake_mesh((2,), ("sp",)) as mesh:
+        how: Any = {"axis": axis_of(mesh, "sp"), "apply": apply, "run": run}
+        trial = try_placements(aten.layer_norm.default, (x, [6], weight), {}, [Shard(0), Shard(0)], **how)
+    assert trial.error < 1e-12
+    assert "aten::layer_norm" in map(key, programs[0].graph.nodes)
 
 
 class Net(nn.Module):
