@@ -29,7 +29,7 @@ def discover(arguments: Namespace, say: Say) -> Answer:
     found = discover_rule(target, args, kwargs)
     say(str(found))
     known = compare(found, rules)
-    say("  no registered rule speaks of this call" if known is None else f"  {known}")
+    say("  its operator has no registered rule" if known is None else f"  {known}")
     data = {
         "operator": arguments.operator,
         "notation": found.notation,
@@ -38,7 +38,9 @@ def discover(arguments: Namespace, say: Say) -> Answer:
             for i in found.indices
         ],
         "notes": list(found.notes),
-        "registered": None if known is None else {"rule": known.rule, "wrong": known.wrong, "stricter": known.stricter},
+        "registered": None
+        if known is None
+        else {"rule": known.rule, "wrong": known.wrong, "stricter": known.stricter, "unknown": known.unknown},
     }
     return Answer(data, 1 if known is not None and known.wrong else 0)
 

@@ -99,7 +99,7 @@ def _function_parameters(target: Any) -> tuple[str, ...]:
 
 def updates_statistics(node: fx.Node) -> bool:
     """True for batch and instance norms that write their running statistics, which they do in training."""
-    if keys.key(node) not in _STATISTICS:
+    if keys.key(node) not in _STATISTICS or not node.all_input_nodes:  # what a transaction erased has no arguments
         return False
     bound = bind(node)
     return bound.get("running_mean") is not None and bool(bound.get("training", bound.get("use_input_stats")))

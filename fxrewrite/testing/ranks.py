@@ -36,7 +36,7 @@ class RankRun:
     """
 
     def __init__(
-        self, outputs: list[Any], grads: list[list[torch.Tensor | None]], cuts: Sequence[_Cut | None] = ()
+        self, outputs: list[Any], grads: list[list[torch.Tensor | None]], cuts: Sequence[Cut | None] = ()
     ) -> None:
         self.outputs = outputs
         self.grads = grads
@@ -89,7 +89,7 @@ def run_on_ranks(
     for operator, body in bodies_of_communicating().items():
         _run_inside(operator, body)
     _conjugate_numbers()
-    cuts: list[_Cut | None] = [None] * len(inputs)
+    cuts: list[Cut | None] = [None] * len(inputs)
     stated = dict(enumerate(input_placements(gm))) if placements is None else placements
     for index, placed in stated.items():
         of_axes = {axis: as_placement(placement) for axis, placement in placed.items()}
@@ -99,7 +99,7 @@ def run_on_ranks(
             raise FxRewriteError(
                 f"input {index} is sharded over {', '.join(of_axes)}: pass the mesh in place of the number of ranks"
             )
-        cuts[index] = _Cut(ranks, inputs[index], of_axes)
+        cuts[index] = Cut(ranks, inputs[index], of_axes)
     with LocalTensorMode(num_ranks):
         args = [_spread(value, num_ranks, cut) for value, cut in zip(inputs, cuts, strict=True)]
         flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
@@ -114,8 +114,8 @@ def run_on_ranks(
     return RankRun(outputs, grads, cuts)
 
 
-class _Cut:
-    """How an input is cut for the ranks of a mesh: for each rank, the number of every entry that it holds."""
+class Cut:
+    """How a value is cut for the ranks of a mesh: for each rank, the number of every entry that it holds."""
 
     def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement | Zigzag]) -> None:
         self._shape = whole.shape
@@ -130,7 +130,7 @@ class _Cut:
             if placement == Replicate():
                 continue
             if axis not in names or not isinstance(placement, (Shard, Zigzag)):
-                raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
+                raise FxRewriteError(f"a value cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
             dim, num, here = placement.dim, mesh.size(names.index(axis)), at[names.index(axis)]
             blocks = 2 * num if isinstance(placement, Zigzag) else int(placement.outer) * num
             if isinstance(placement, Shard) and placement.uneven:
@@ -138,7 +138,7 @@ class _Cut:
                 padding = held.new_full([*held.shape[:dim], missing, *held.shape[dim + 1 :]], -1)
                 held = torch.cat([held, padding], dim)
             if held.shape[dim] % blocks:
-                raise FxRewriteError(f"{placement} over {axis}={num} does not divide an input of {list(self._shape)}")
+                raise FxRewriteError(f"{placement} over {axis}={num} does not divide a value of {list(self._shape)}")
             own = [here, blocks - 1 - here] if isinstance(placement, Zigzag) else range(here, blocks, num)
             of_blocks = held.unflatten(dim, (blocks, -1)).index_select(dim, torch.tensor(own))
             held = of_blocks.flatten(dim, dim + 1)
@@ -148,6 +148,12 @@ class _Cut:
         """What the rank has, with zeros for entries that are padding."""
         flat = torch.cat([whole.flatten(), whole.new_zeros(1)])  # of which the last is what -1 reads
         return flat[self._entries[rank].to(whole.device)]
+
+    def real(self, whole: torch.Tensor, rank: int, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries that the rank found, and those that it has of the whole, without padding."""
+        entries = self._entries[rank]
+        is_real = entries >= 0
+        return found[is_real.to(found.device)], whole.flatten()[entries[is_real].to(whole.device)]
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the ranks have, each where its chunk is; of a chunk that several ranks hold, their mean."""
@@ -249,7 +255,7 @@ class _RankInterpreter(fx.Interpreter):
         return _spread(super().get_attr(target, args, kwargs), self._num_ranks)
 
 
-def _spread(value: Any, num_ranks: int, cut: _Cut | None = None) -> Any:
+def _spread(value: Any, num_ranks: int, cut: Cut | None = None) -> Any:
     if isinstance(value, torch.SymInt):
         return size_hint(value)  # Dynamo's symbol for a length: the length at hand
     if not isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.parallelism.alternatives import chosen_for
 from fxrewrite.spmd.parallelism.captured import captured_call, check_dense_gradients
@@ -20,8 +21,9 @@ from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, ch
 from fxrewrite.spmd.parallelism.parameters import check_buffers
 from fxrewrite.spmd.placement import Replicate, Shard
 from fxrewrite.spmd.price.report import SpmdReport
-from fxrewrite.spmd.propagation.input_placements import input_placements
+from fxrewrite.spmd.propagation.input_placements import input_placements, output_placements
 from fxrewrite.testing.fake_mesh import fake_mesh
+from fxrewrite.testing.outputs import Outputs, largest, output_names, relative_error, run_whole
 from fxrewrite.testing.ranks import run_on_ranks
 
 _SAME = 1e-6
@@ -41,6 +43,9 @@ class Simulated:
         batch_error: of the mean of the losses of the parts that ranks with own data have, against the loss of the whole
             batch, relative; large where the loss is a sum, or a mean over labels of which parts have different numbers,
             or where it depends on statistics of the batch. 0 where no axis has own data.
+        output_errors: of each other output the largest difference on any rank, relative to the largest number of the
+            output on one device; along axes with own data from what one device computes of the rank's part. Infinite
+            where shapes or dtypes differ, or one alone is not a number.
         num_nan: how many numbers of the loss and of gradients are not numbers on one device; where a rank's are none
             either, they count as equal.
     """
@@ -51,6 +56,7 @@ class Simulated:
     grad_errors: Mapping[str, float]
     batch_error: float = 0.0
     num_nan: int = 0
+    output_errors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def sent(self) -> dict[str, dict[str, int]]:
@@ -66,12 +72,17 @@ class Simulated:
         """The largest error of a gradient; infinite where one is missing."""
         return max(self.grad_errors.values(), default=0.0)
 
+    @property
+    def output_error(self) -> float:
+        """The largest error of an output that is not the loss; 0 where there are no others."""
+        return max(self.output_errors.values(), default=0.0)
+
     def __str__(self) -> str:
-        worst = max(self.grad_errors, key=self.grad_errors.__getitem__, default="none")
-        error = self.grad_errors.get(worst, 0.0)
         kinds = (", ".join(f"{n} {kind}" for kind, n in of.items()) or "nothing" for of in self.sent.values())
         sent = "; ".join(f"over {axis} {what}" for axis, what in zip(self.sent, kinds, strict=True))
-        said = f"loss differs by {self.loss_error:.0e}, gradients by {error:.0e} ({worst}); sent forward: {sent}"
+        outputs = f", other outputs by {_worst(self.output_errors)}" if self.output_errors else ""
+        gradients = _worst(self.grad_errors)
+        said = f"loss differs by {self.loss_error:.0e}, gradients by {gradients}{outputs}; sent forward: {sent}"
         if self.batch_error > _SAME:
             said += f"; the loss of the whole batch is another than the mean over its parts, by {self.batch_error:.0e}"
         if self.num_nan:
@@ -79,13 +90,19 @@ class Simulated:
         return said
 
 
+def _worst(errors: Mapping[str, float]) -> str:
+    name = max(errors, key=errors.__getitem__, default="none")
+    return f"{errors.get(name, 0.0):.0e} ({name})"
+
+
 def simulate(
     model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int]
 ) -> Simulated:
     """Train one step of `model(**inputs)` on one device and by the plan on simulated ranks, and compare.
 
-    The loss is the first number among what the model returns. It runs as it is, without `shard_parameters`, each time
-    with the same seed. Ranks along an axis with `data="own"` get their part of every tensor of the call, also of those
+    The loss is the first number among what the model returns; every other tensor that it returns is compared, too, and
+    named by where it is, `['logits']` or `[1]`. The model runs as it is, without `shard_parameters`, each time with the
+    same seed. Ranks along an axis with `data="own"` get their part of every tensor of the call, also of those
     in lists and dictionaries, cut in dimension 0; one device then computes the mean of the losses of these parts, each
     from the same buffers.
 
@@ -109,19 +126,27 @@ def simulate(
     call = captured_call(model, inputs, plan, mesh)
     program = normalized(call.program)
     check_dense_gradients(program)
+    on_one_device = copy_module(program)
     with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
         plan = chosen_for(plan, program, lambda: contexts(device_mesh))
         report = SpmdReport.of(plan.plan().apply(program, context=contexts(device_mesh)), program, mesh)
         parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in call.is_cut]
-        held = zip(input_placements(program), parts, strict=True)
-        placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(held)}
+        inputs_held = zip(input_placements(program), parts, strict=True)
+        placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(inputs_held)}
         torch.manual_seed(_SEED)
-        run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=_loss_position(program))
+        loss_at, held = _loss_position(program), output_placements(program)
+        run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=loss_at)
+        others = [position for position, of_output in enumerate(held) if of_output and position != loss_at]
+        expected = run_whole(on_one_device, call, math.prod(own.values()), _SEED) if others else []
+        outputs = Outputs(device_mesh, list(own), held)
+        output_errors = {position: outputs.errors(run, expected, position) for position in others}
     model.zero_grad()
     with torch.no_grad():
         whole = _loss(_from_own_buffers(model, inputs)) if own else torch.zeros(())
-    loss = torch.stack([_loss(outputs) for outputs in _on_one_device(model, inputs, math.prod(own.values()))]).mean()
+    returned = list(_on_one_device(model, inputs, math.prod(own.values())))
+    loss = torch.stack([_loss(outputs) for outputs in returned]).mean()
     loss.backward()
+    names = output_names(returned[0], expected[0]) if expected else []
     found: dict[str, list[torch.Tensor | None]] = {}
     for position, (name, joined) in enumerate(zip(call.names, run.gradients(), strict=True)):
         is_whole = all(placement == Replicate() for placement in placements[position].values())
@@ -133,10 +158,11 @@ def simulate(
     return Simulated(
         program,
         report,
-        max(_error(value, wanted, scale) for value in off),
+        max(relative_error(value, wanted, scale) for value in off),
         _grad_errors(model, found),
-        _error(whole, wanted, scale) if own else 0.0,
+        relative_error(whole, wanted, scale) if own else 0.0,
         sum(int(x.isnan().sum()) for x in (wanted, *(p.grad for p in model.parameters() if p.grad is not None))),
+        {names[position]: error for position, error in output_errors.items()},
     )
 
 
@@ -166,7 +192,7 @@ def _from_own_buffers(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]]) -> dict[str, float]:
     """The error of each parameter's gradients, one or one of each rank, against those that the model has."""
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    largest = max((_largest(grad.abs().nan_to_num(0.0)) for grad in expected.values()), default=0.0) or 1.0
+    scale = max((largest(grad.abs().nan_to_num(0.0)) for grad in expected.values()), default=0.0) or 1.0
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -175,21 +201,8 @@ def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]
         if name in expected:
             # in the graph, a tied parameter has one of its names
             each = next((found[one] for one in (name, *others) if one in found), [None])
-            errors[name] = max(_error(value, expected[name], largest) for value in each)
+            errors[name] = max(relative_error(value, expected[name], scale) for value in each)
     return errors
-
-
-def _error(found: torch.Tensor | None, expected: torch.Tensor, scale: float) -> float:
-    """The largest difference, over `scale`; infinite where there is no gradient, or one that alone is not a number."""
-    if found is None:
-        return math.inf
-    are_none = found.isnan() & expected.isnan()
-    error = _largest((found - expected).masked_fill(are_none, 0).abs()) / (scale or 1.0)  # all is 0 on one device
-    return math.inf if math.isnan(error) else error
-
-
-def _largest(values: torch.Tensor) -> float:
-    return values.max().item() if values.numel() else 0.0  # a parameter may have no entries
 
 
 def _loss_position(program: fx.GraphModule) -> int:

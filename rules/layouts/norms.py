@@ -1,6 +1,7 @@
-"""Norms: the dimensions over which statistics are computed must be whole."""
+"""Norms: the dimensions over which statistics are computed must be whole, or the norm runs in parts."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms
+from rules.layouts.parts import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, NORMS
 from rules.layouts.terms import aten, index_map, indices, names_of
 
 
@@ -46,8 +47,8 @@ def _by_channel(call: Call, first: int) -> IndexMap | None:
 
 
 LAYOUTS = (
-    LayoutRule("layout.norm", aten("layer_norm native_layer_norm rms_norm _fused_rms_norm"), norm),
-    LayoutRule("layout.group_norm", aten("group_norm"), group_norm, run_args=(("num_groups", 1),)),
-    LayoutRule("layout.instance_norm", aten("instance_norm"), instance_norm),
-    LayoutRule("layout.batch_norm", aten("batch_norm"), batch_norm),
+    LayoutRule("layout.norm", aten("layer_norm native_layer_norm rms_norm _fused_rms_norm"), norm, parts=NORMS),
+    LayoutRule("layout.group_norm", aten("group_norm"), group_norm, run_args=(("num_groups", 1),), parts=GROUP_NORM),
+    LayoutRule("layout.instance_norm", aten("instance_norm"), instance_norm, parts=INSTANCE_NORM),
+    LayoutRule("layout.batch_norm", aten("batch_norm"), batch_norm, parts=BATCH_NORM),
 )

@@ -1,8 +1,8 @@
 """Reductions, and operators that run along a dimension.
 
 A sum over a sharded dimension is Partial. A mean becomes a sum divided by a global count (`fxrewrite.spmd.lower`).
-`amax` and `amin` give partial maxima and minima where they are not differentiated. Softmax, sorts and scans need their
-dimension whole.
+`amax` and `amin` give partial maxima and minima where they are not differentiated. Variances, norms and softmax run in
+parts (`parts.py`). Sorts and scans need their dimension whole.
 """
 
 import math
@@ -10,6 +10,7 @@ import math
 import torch
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
+from rules.layouts.parts import ALONG, REDUCED
 from rules.layouts.pointwise import broadcast
 from rules.layouts.terms import aten, dim_of, dims_of, index_map, indices, names_of, replaced
 
@@ -112,8 +113,8 @@ def beyond(call: Call) -> Neutral:
 
 
 _WHOLE = """
-all aminmax any argmax argmin frobenius_norm kthvalue linalg_norm linalg_vector_norm logsumexp max median min
-mode nanmean nanmedian nanquantile norm prod quantile std std_mean var var_mean
+all aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max median min mode nanmean nanmedian nanquantile
+norm prod quantile std std_mean var var_mean
 """
 _ALONG = """
 _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum flip log_softmax logcumsumexp roll softmax sort
@@ -126,8 +127,8 @@ LAYOUTS = (
     LayoutRule("layout.mean", aten("mean"), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
     LayoutRule("layout.amax", aten("amax"), reduction, neutral=lowest, reduce_op="max"),
     LayoutRule("layout.amin", aten("amin"), reduction, neutral=highest, reduce_op="min"),
-    LayoutRule("layout.reduce_whole", aten(_WHOLE), whole_reduction),
-    LayoutRule("layout.along", aten(_ALONG), along),
+    LayoutRule("layout.reduce_whole", aten(_WHOLE), whole_reduction, parts=REDUCED),
+    LayoutRule("layout.along", aten(_ALONG), along, parts=ALONG),
     LayoutRule("layout.along_last_two", aten(_ALONG_LAST_TWO), "d... !m !n -> d... m n"),
     LayoutRule("layout.resized", aten("diff glu topk"), resized),
     LayoutRule("layout.transform", aten(_TRANSFORMS), transform),

@@ -31,7 +31,7 @@ ENDS = {
     module_output("*embed_tokens", optional=True): Replicate(),
     module_input("*lm_head", optional=True): Replicate(),
 }
-"""What the head reads is stated, since a loss that needs all classes of a token, as of `logits.log_softmax(-1)`, would
+"""What the head reads is stated, since a loss that needs all classes of a token, as one with weights of classes, would
 otherwise have all from the last layer's sum on compute on rows, where that is cheaper than to gather logits."""
 CHUNKS = {
     module_output("*embed_tokens", optional=True): Shard(1),

@@ -1,17 +1,16 @@
 """Embeddings and losses whose vocabulary is sharded: each rank has some rows of the embedding and of the head.
 
     embedding(w, ids)           ->  lookup_rows(w, arange(V), ids)           w stored as Shard(0)
-    cross_entropy(x, target)    ->  log(sum(exp(x - m))) + m - at_class      x computed from a head stored as Shard(0)
-                                    m = amax(detach(x)), at_class = take_class(x, arange(V), target)
-    logsumexp(x, -1)            ->  log(sum(exp(x - m))) + m                 such as a loss that keeps it small
-    gather(x, -1, i)            ->  take_class(x, arange(V), i)
-    gather(log_softmax(x), -1, i)   ->  take_class(x, arange(V), i) - log(sum(exp(x - m))) - m
+    cross_entropy(x, target)    ->  logsumexp(x) - take_class(x, arange(V), target)
+                                                                             x computed from a head stored as Shard(0)
+    gather(x, -1, i)            ->  take_class(x, arange(V), i)              x may be a log_softmax
 
 A rank looks up the ids that it has rows of, and gets zeros for the others: the result is a sum over ranks, one
 all-reduce of activations. The loss needs the greatest logit, the sum of exponentials and the label's logit of each row:
 three all-reduces of one number a row, and a fourth one with label smoothing. So do log probabilities of chosen classes,
 which losses of preferences and policies read. No rank has whole logits.
-The rules write operators for whole values; their layout rules say that they are sums over the vocabulary.
+The rules write operators for whole values. The layout rules of those here say that they are sums over the vocabulary;
+logsumexp and log_softmax run in parts, as over any sharded dimension (`rules.layouts.parts`).
 
 They refuse class weights, class probabilities, logits that are not [rows, classes], and embeddings whose gradients are
 scaled by frequency: propagation then gathers what is sharded, with a line in the report. A target that is neither a
@@ -170,11 +169,12 @@ split_loss = Rule(
 
 @split_loss.replacement
 def _(match: Match, logits: Any, target: Any, reduction: int, ignore_index: int, label_smoothing: float) -> Any:
-    """log(sum(exp(x - m))) + m - at_class"""
+    """logsumexp(x) - take_class(x, arange(V), target)"""
     given = fake_value(match["logits"])
-    x, normalizer = _normalizer(logits, given)
+    wide = torch.promote_types(given.dtype, torch.float32)
+    x = logits if wide == given.dtype else aten.to(logits, wide)
     taken = match.call(TAKE_CLASS, x, _numbers(match, match["logits"], 1), aten.unsqueeze(target, 1))
-    normalizer, wide = aten.squeeze(normalizer, 1), _wide(given.dtype)
+    normalizer = aten.logsumexp(x, [1])
     loss = aten.sub(normalizer, aten.squeeze(taken, 1))
     if label_smoothing:
         of_all = aten.sub(normalizer, aten.div(aten.sum(x, [1]), given.shape[1]))
@@ -184,26 +184,10 @@ def _(match: Match, logits: Any, target: Any, reduction: int, ignore_index: int,
     return loss if wide == given.dtype else aten.to(loss, given.dtype)
 
 
-def _normalizer(logits: Any, given: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """The logits [..., V] as they are summed, and log(sum(exp(x - m))) + m of their rows [..., 1]."""
-    wide, last = _wide(dtype or given.dtype), [given.dim() - 1]
-    x = logits if wide == given.dtype else aten.to(logits, wide)
-    most = aten.amax(aten.detach(x), last, True)
-    return x, aten.add(aten.log(aten.sum(aten.exp(aten.sub(x, most)), last, True)), most)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _runs_along(logits: fx.Node, dim: Any) -> bool | str:
+@where.predicate("logits", "dim", text="runs_along_classes")
+def _runs_along_classes(logits: fx.Node, dim: int) -> bool | str:
     last = fake_value(logits).dim() - 1
-    dims = dim if isinstance(dim, (list, tuple)) else [dim]
-    return (len(dims) == 1 and dims[0] in (-1, last)) or f"it runs along {dims}, and classes are the last dimension"
-
-
-_runs_along_classes = where.predicate("logits", "dim", text="runs_along_classes")(_runs_along)
-_takes_classes = where.predicate("logits", "of", text="takes_classes")(_runs_along)
+    return dim in (-1, last) or f"it runs along {dim}, and classes are the last dimension"
 
 
 @where.predicate("logits", "index", text="has_rows_of_logits")
@@ -211,26 +195,6 @@ def _has_rows_of_logits(logits: fx.Node, index: fx.Node) -> bool | str:
     rows, chosen = fake_value(logits).shape[:-1], fake_value(index).shape[:-1]
     is_same = len(rows) == len(chosen) and all(map(is_same_size, rows, chosen))
     return is_same or "the index has other rows than the logits"
-
-
-split_logsumexp = Rule(
-    "vocabulary.split_logsumexp",
-    Pattern(
-        (op("logsumexp", cap("logits"), cap("dim", Literal), cap("keepdim", Literal)),),
-        (_runs_along_classes, _is_sharded_by_class),
-    ),
-    numerics="reassociates",
-    domain="finite",
-)
-
-
-@split_logsumexp.replacement
-def _(match: Match, logits: Any, keepdim: bool) -> Any:
-    """log(sum(exp(x - m))) + m"""
-    given = fake_value(match["logits"])
-    _, normalizer = _normalizer(logits, given)
-    found = normalizer if keepdim else aten.squeeze(normalizer, given.dim() - 1)
-    return found if _wide(given.dtype) == given.dtype else aten.to(found, given.dtype)
 
 
 take_logits = Rule(
@@ -248,39 +212,11 @@ def _(match: Match, logits: Any, index: Any) -> Any:
     return match.call(TAKE_CLASS, logits, _numbers(match, match["logits"], -1), index)
 
 
-take_log_probabilities = Rule(
-    "vocabulary.take_log_probabilities",
-    Pattern(
-        (
-            op(
-                "gather",
-                op("log_softmax", cap("logits"), cap("dim", Literal), cap("dtype", Literal)),
-                cap("of", Literal),
-                cap("index"),
-            ),
-        ),
-        (_runs_along_classes, _takes_classes, _has_rows_of_logits, _is_sharded_by_class),
-    ),
-    numerics="reassociates",
-    domain="finite",
-)
-
-
-@take_log_probabilities.replacement
-def _(match: Match, logits: Any, dtype: torch.dtype | None, index: Any) -> Any:
-    """take_class(x, arange(V), i) - log(sum(exp(x - m))) - m"""
-    given = fake_value(match["logits"])
-    x, normalizer = _normalizer(logits, given, dtype)
-    found = aten.sub(match.call(TAKE_CLASS, x, _numbers(match, match["logits"], -1), index), normalizer)
-    made = dtype or given.dtype
-    return found if made == _wide(made) else aten.to(found, made)
-
-
 def _numbers(match: Match, value: fx.Node, dim: int) -> Any:
     """0, 1, ..., one for each entry of the dimension."""
     size, device = fake_value(value).shape[dim], fake_value(value).device
     return match.call(aten.arange.default, size, device=device, pin_memory=False)
 
 
-VOCABULARY = RuleSet("vocabulary", embed_rows, split_loss, take_log_probabilities, take_logits, split_logsumexp)
+VOCABULARY = RuleSet("vocabulary", embed_rows, split_loss, take_logits)
 """Runs after the placements of weights are annotated, before propagation."""

@@ -71,6 +71,7 @@ CASES: Cases = {
 SIZES = (4, 6, 10)
 """For two ranks: all different, and no chunk of length one."""
 TOLERANCE = 1e-12
+PARTS = {op for rule in LAYOUTS for op in rule.parts}
 
 
 def _args(name: str, case: Case, sizes: Iterable[int]) -> tuple[Any, ...]:
@@ -143,6 +144,24 @@ def test_operator_on_shards_equals_operator_whole(name: str) -> None:
                 )
                 assert trial.error <= TOLERANCE, (name, case.whole, trial)
                 assert not trial.gathered, (name, case.whole, trial)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if f"aten::{name}" in PARTS])
+def test_an_operator_in_parts_equals_the_operator_whole(name: str) -> None:
+    """On each dimension that it needs whole, 3 and 4 ranks, which do not divide all sizes; nothing is gathered."""
+    torch.manual_seed(0)
+    for case in CASES[name]:
+        args = _args(name, case, SIZES)
+        target, tensors = _target(name, case, args), _tensors(case, args)
+        for num_ranks in (2, 3, 4):
+            with fake_mesh((num_ranks,), ("sp",)) as mesh:
+                axis = axis_of(mesh, "sp")
+                for dim in (dim for operand, dim in case.whole_dims if operand == 0):
+                    placed = Shard(dim, uneven=tensors[0].shape[dim] % num_ranks != 0)
+                    placements: list[Placement] = [placed, *[Replicate()] * (len(tensors) - 1)]
+                    trial = try_placements(target, args, case.kwargs, placements, axis=axis, apply=_apply, run=_run)
+                    assert trial.error <= TOLERANCE, (name, case.whole, num_ranks, trial)
+                    assert not trial.gathered, (name, case.whole, num_ranks, trial)
 
 
 @pytest.mark.parametrize("rule", list(LAYOUTS), ids=lambda rule: rule.id)

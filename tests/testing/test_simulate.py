@@ -1,13 +1,14 @@
 """Simulated ranks compute what torch computes, also where LocalTensorMode alone would fail."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx, nn
 
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.spmd import Parallelism, Shard, param
+from fxrewrite.spmd import LayoutRule, Parallelism, Shard, outputs, param
 from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
 from rules.parallel import DATA, ZERO3
 
@@ -91,3 +92,68 @@ def test_sparse_gradients_are_refused(of_bags: bool) -> None:
     for plan in (DATA, ZERO3):
         with pytest.raises(FxRewriteError, match=r"an embedding has sparse gradients \(.*\).*set sparse=False"):
             simulate(Sparse(), {"ids": ids}, plan, {"dp": 2})
+
+
+@torch.library.custom_op("simulate_test::running", mutates_args=())
+def running(x: torch.Tensor) -> torch.Tensor:
+    """A running sum along the last dimension, of which the rule below says that every dimension is independent."""
+    return x.cumsum(-1)
+
+
+running.register_fake(torch.empty_like)
+LIE = LayoutRule("simulate_test.running", ("simulate_test::running",), "a... -> a...")
+COLUMNS = Parallelism("columns", axis="tp", place={param("layer.{weight,bias}"): Shard(0)}, layouts=[LIE])
+
+
+class WithLogits(nn.Module):
+    """Returns its loss, what the layer gives, and a running sum of that which no gradient reaches."""
+
+    def __init__(self, returned: Callable[..., object]) -> None:
+        super().__init__()
+        self.layer, self.returned = nn.Linear(4, 8), returned
+
+    def forward(self, x: torch.Tensor) -> object:
+        y = self.layer(x)
+        return self.returned(y.square().mean(), y, running(y.detach()))
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda loss, y, summed: (loss, y, summed), ["[1]", "[2]"]),
+        (lambda loss, y, summed: {"loss": loss, "of": [summed, y]}, ["['of'][1]", "['of'][0]"]),
+        (lambda loss, y, summed: (y, summed, loss), ["[0]", "[1]"]),
+    ],
+    ids=["tuple", "nested", "loss last"],
+)
+def test_a_false_layout_rule_that_reaches_one_other_output_is_found(
+    returned: Callable[..., object], names: list[str]
+) -> None:
+    """The loss and all gradients are right, as nothing differentiated goes through it."""
+    torch._dynamo.reset()
+    model, x = WithLogits(returned).double(), torch.rand(4, 4, dtype=torch.float64)
+    for plan, mesh in ((COLUMNS, {"tp": 2}), (ZERO3 | COLUMNS, {"dp": 2, "tp": 2})):
+        found = simulate(model, {"x": x}, plan, mesh)
+        assert max(found.loss_error, found.grad_error) < 1e-12
+        assert sorted(found.output_errors) == sorted(names)
+        assert found.output_errors[names[0]] < 1e-12
+        assert found.output_error == found.output_errors[names[1]] > 0.1
+        assert f", other outputs by {found.output_error:.0e} ({names[1]}); sent" in str(found)
+
+
+def test_outputs_that_are_stated_in_chunks_are_compared_chunk_by_chunk() -> None:
+    torch._dynamo.reset()
+    model, x = WithLogits(lambda loss, y, summed: (loss, y, summed)).double(), torch.rand(4, 4, dtype=torch.float64)
+    plan = replace(COLUMNS, place={**COLUMNS.place, outputs(1): Shard(1), outputs(2): Shard(1)})
+    found = simulate(model, {"x": x}, plan, {"tp": 4})
+    assert found.sent == {"tp": {"all_reduce": 1}}
+    assert found.output_errors["[1]"] < 1e-12
+    assert found.output_errors["[2]"] > 0.1
+
+
+def test_outputs_of_ranks_with_their_own_data_are_those_of_their_parts() -> None:
+    torch._dynamo.reset()
+    model = WithLogits(lambda loss, y, summed: (loss, y, summed.argmax(-1), summed > 0, y.log())).double()
+    found = simulate(model, {"x": torch.randn(8, 4, dtype=torch.float64)}, DATA, {"dp": 4})
+    assert list(found.output_errors) == ["[1]", "[2]", "[3]", "[4]"]  # numbers, indices, booleans, some NaN
+    assert found.output_error < 1e-12

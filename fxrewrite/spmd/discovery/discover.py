@@ -17,8 +17,8 @@ from fxrewrite import ops
 from fxrewrite.spmd.discovery.propose import Proposal, place_text
 from fxrewrite.spmd.discovery.samples import SampleError, guesses
 from fxrewrite.spmd.discovery.slices import FoundIndex, Place, SliceTrial, drawn, find_indices, first_line
-from fxrewrite.spmd.discovery.trial import index_map_of
-from fxrewrite.spmd.layouts.rule import LayoutRules
+from fxrewrite.spmd.discovery.trial import traced_call
+from fxrewrite.spmd.layouts.rule import LayoutRules, why_unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,19 @@ class Comparison:
         wrong: places that it lets be sharded and the experiments do not, or not together.
         stricter: places that it wants whole although they are independent; that is safe.
         unjudged: places whose index shares a dimension with another; experiments see whole dimensions only.
+        unknown: why the rule says nothing of this call; empty where it says something.
     """
 
     rule: str
     wrong: tuple[str, ...] = ()
     stricter: tuple[str, ...] = ()
     unjudged: tuple[str, ...] = ()
+    unknown: str = ""
 
     def __str__(self) -> str:
-        if self.wrong:
+        if self.unknown:
+            verdict = f"it says nothing of this call: {self.unknown}"
+        elif self.wrong:
             verdict = f"WRONG: it shards {', '.join(self.wrong)}"
         elif self.stricter:
             verdict = f"stricter: it wants whole what is independent, {', '.join(self.stricter)}"
@@ -103,14 +107,17 @@ def discover(
 
 
 def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
-    """What a rule that is there says otherwise; None where none speaks of the call."""
+    """What a rule that is there says otherwise; None where the operator has none."""
+    rule = next(filter(None, map(rules.get, ops.possible_keys(found.target))), None)
+    if rule is None:
+        return None
+    text = f"{rule.id}: {rule.says()}"
     try:
-        known = index_map_of(rules, found.target, (), drawn(found.sample, 0))
-    except RuntimeError:  # what has no fake value, such as the positions of what is not zero, is in no graph either
-        return None
-    if known is None:
-        return None
-    rule, indices = known
+        call, rule, indices = rules.of(traced_call(found.target, (), drawn(found.sample, 0)))
+    except RuntimeError as error:  # as where data decide how many entries a result has
+        return Comparison(text, unknown=f"it has no fake value: {first_line(error)}")
+    if indices is None:
+        return Comparison(text, unknown=why_unknown(call, rule))
     sizes = {name: size for name, size in indices.sizes.items() if size != 1}
     shared = {
         name
@@ -135,7 +142,7 @@ def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
         else:
             wrong |= {place for place in places if not places <= together.get(place, frozenset())}
     groups = [tuple(place_text(found.names, p) for p in sorted(g)) for g in (wrong, together.keys() - said, unjudged)]
-    return Comparison(f"{rule.id}: {rule.says()}", *groups)
+    return Comparison(text, groups[0], groups[1], groups[2])
 
 
 def _callable(target: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any], seed: int) -> SliceTrial:

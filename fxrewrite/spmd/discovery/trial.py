@@ -40,13 +40,18 @@ class PlacementTrial:
     """Largest absolute difference of a result or gradient from the operator run whole, over all ranks."""
 
 
+def traced_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    """The call in a graph of its own, run on fake tensors."""
+    return _Trial(target, args, kwargs or {}).traced()
+
+
 def index_map_of(
     rules: LayoutRules, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> tuple[LayoutRule, IndexMap] | None:
     """The rule of a call and its indices; None where no rule speaks of it. Nothing is run but on fake tensors."""
     if not any(rules.get(key) for key in possible_keys(target)):
         return None
-    _, rule, indices = rules.of(_Trial(target, args, kwargs or {}).traced())
+    _, rule, indices = rules.of(traced_call(target, args, kwargs))
     return None if rule is None or indices is None else (rule, indices)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -93,6 +93,9 @@ class Neutral:
 
 IndexRule: TypeAlias = Callable[[Call], "IndexMap | None"]
 NeutralRule: TypeAlias = Callable[[Call], "Neutral | None"]
+PartsRule: TypeAlias = Callable[[Mapping[str, Any]], Any]
+"""From the arguments of a call by name, tensors with their global sizes, to its results; NotImplemented of a call that
+it does not know, which is then gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,11 @@ class LayoutRule:
     """The rule without which a partial sum of these operators is none: a mean over chunks has to become a sum by the
     global count. Where that rule did not run, making shapes local is refused."""
 
+    parts: Mapping[str, PartsRule] = field(default_factory=dict[str, PartsRule], hash=False)
+    """Of some of the operators, a function that computes the same by operators which run on shards: sums, and what is
+    elementwise. Propagation writes these in the place of a call whose first operand is sharded on an index which must
+    be whole, so that a few numbers are sent and not the operand."""
+
     def __post_init__(self) -> None:
         if not self.id or not isinstance(self.id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"a layout rule has a name, as in layout.relu, not {self.id!r}")
@@ -144,6 +152,8 @@ class LayoutRule:
             raise RuleDefinitionError(
                 f"layout rule {self.id}: {self.index_map!r} is neither a notation nor a function of a call"
             )
+        if others := self.parts.keys() - set(self.ops):
+            raise RuleDefinitionError(f"layout rule {self.id}: parts of {min(others)}, which is none of its operators")
         if not callable(self.neutral) and self.neutral not in ("zeros", ""):
             raise RuleDefinitionError(
                 f"layout rule {self.id}: neutral={self.neutral!r} is neither 'zeros' nor a function"
@@ -237,7 +247,8 @@ class LayoutRule:
         return Neutral(min(having, key=lambda place: size_hint(product(call.shape(place)))), 0)
 
     def text(self) -> str:
-        return f"{self.id:<28} {' '.join(self.ops)}  {self.says()}"
+        parts = f"; in parts: {' '.join(self.parts)}" if self.parts else ""
+        return f"{self.id:<28} {' '.join(self.ops)}  {self.says()}{parts}"
 
     def says(self) -> str:
         """The notation, or the first line of what the function says of itself."""
@@ -332,3 +343,17 @@ class LayoutRules:
 
     def __len__(self) -> int:
         return len(self.rules)
+
+
+def why_unknown(call: Call, rule: LayoutRule | None) -> str:
+    """Why nothing is known of the indices of a call whose operator has this rule, or none."""
+    if call.reads_sizes:
+        return f"{call.key} has a size that depends on data"
+    if rule is not None and isinstance(rule.index_map, str):
+        return (
+            f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "
+            "leaves free what the call names as its dim"
+        )
+    if rule is not None:
+        return f"layout rule {rule.id} says nothing of this call of {call.key}: its function returned None"
+    return f"{call.key} has no layout rule"

@@ -31,7 +31,11 @@ def with_table(document: str, rules: LayoutRules) -> str:
 
 
 def _otherwise(rule: LayoutRule) -> str:
-    return f"moved to {', '.join(rule.move_to)}, else gathered" if rule.move_to else "gathered"
+    otherwise = f"moved to {', '.join(rule.move_to)}, else gathered" if rule.move_to else "gathered"
+    parts = ", ".join(f"`{op.removeprefix('aten::')}`" for op in sorted(rule.parts))
+    if not parts:
+        return otherwise
+    return "in parts" if len(rule.parts) == len(rule.ops) else f"in parts: {parts}; else {otherwise}"
 
 
 def _cell(text: str) -> str:

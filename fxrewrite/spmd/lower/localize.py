@@ -5,8 +5,8 @@ result's shape (view, reshape, expand) state the local one, and those that count
 local ones. The order of the steps matters:
 
 1. placements are checked while shapes are global, since layout rules read global shapes;
-2. inputs' placements are written on the program, and gradients of inputs and cotangents are made right (`cotangents`),
-   with operators that are placed as what they read;
+2. inputs' and outputs' placements are written on the program, and gradients of inputs and cotangents are made right
+   (`cotangents`), with operators that are placed as what they read;
 3. shapes become local, node by node, bodies of higher-order operators included.
 """
 
@@ -30,7 +30,7 @@ from fxrewrite.spmd.layouts.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
 from fxrewrite.spmd.placement import Partial, Placement, Shard, local_shape, num_entries
 from fxrewrite.spmd.propagation.cotangents import write_gradients
-from fxrewrite.spmd.propagation.input_placements import write_input_placements
+from fxrewrite.spmd.propagation.input_placements import write_input_placements, write_output_placements
 from fxrewrite.spmd.propagation.legal import check_lowered, check_placements
 from fxrewrite.spmd.properties import LOCAL_SHAPES, PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements
@@ -63,6 +63,7 @@ class LocalizeShapes:
         convert_placements(edit)
         check_placements(edit, self.rules)
         write_input_placements(edit, axis)
+        write_output_placements(edit, axis)
         changed = write_gradients(edit, axis, context.gradients, self.name, own_inputs=self.own_inputs)
         values = _LocalValues(num_ranks)
         for part, node in ((body, node) for body in edit.parts() for node in body.nodes()):

@@ -19,10 +19,11 @@ from fxrewrite.ops import is_pure, is_random, key, memory_origins, memory_writte
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap
-from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules, results_of
+from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules, results_of, why_unknown
 from fxrewrite.spmd.placement import AnyPlacement, Partial, Placement, Replicate, Shard, as_placement, is_same_placement
 from fxrewrite.spmd.propagation.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, replicated, spread
+from fxrewrite.spmd.propagation.decompose import write_parts
 from fxrewrite.spmd.propagation.indexed_call import IndexedCall, is_divided
 from fxrewrite.spmd.propagation.place import HELD, RETURNED
 from fxrewrite.spmd.propagation.relocate import Relocation
@@ -53,7 +54,7 @@ class Propagation:
         given: Mapping[fx.Node, Placement] | None = None,
         own: AbstractSet[fx.Node] = frozenset(),
     ) -> None:
-        self.graph, self.erased = edit.graph, edit.erased
+        self._edit, self.graph, self.erased = edit, edit.graph, edit.erased
         self.functions = CustomFunctions(edit, context, self._in_body)
         self._given = given
         """The placements of the inputs of a higher-order operator's body; None for the graph itself."""
@@ -70,12 +71,34 @@ class Propagation:
     def run(self) -> dict[fx.Node, Decision]:
         """Returns how every node runs."""
         solve(self.graph, self._forward, facts=self.decisions)
+        while self._given is None and self._write_parts():  # a body cannot complete the sums that these are
+            self.decisions.clear()
+            self._derived.clear()
+            self._written = memory_written(self.graph)
+            solve(self.graph, self._forward, facts=self.decisions)
         # Relocation reads produced and required placements of all nodes, so it runs once the forward pass is at its
         # fixed point; and before the backward pass, which only moves what is replicated.
         if self._given is None:  # a body holds no redistribution, so nothing in it can be relocated
             Relocation(self.decisions, self._movable, self._derived, self.axis).run(self.graph)
         self._backward()
         return self.decisions
+
+    def _write_parts(self) -> bool:
+        """Write calls as their parts that are gathered otherwise, and say whether there were any."""
+        calls = [(node, rule) for node in self.graph.nodes if (rule := self._rule_of_parts(node)) is not None]
+        written = [write_parts(self._edit, node, rule) for node, rule in calls]
+        return any(written)
+
+    def _rule_of_parts(self, node: fx.Node) -> LayoutRule | None:
+        """The rule of a call whose first operand is gathered, and whose parts may run on its chunks; else None."""
+        if node.op != "call_function" or node in self.erased or not self.decisions[node].gathered or node in self._own:
+            return None
+        call, rule, indices = self._call(node)
+        if rule is None or call.key not in rule.parts or indices is None:
+            return None
+        part = indices.locate(indices.operands[0], self._shown(call.operands[0]))
+        is_gathered = part is not None and (part.index in indices.whole or updates_statistics(node))
+        return rule if is_gathered else None
 
     # forward
 
@@ -174,7 +197,7 @@ class Propagation:
         """How an operator runs by its index map; without one nothing is known of it, so it runs on whole values."""
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
-            why = _why_unknown(call, rule)
+            why = why_unknown(call, rule)
             if self.context.strict:
                 refuse(
                     f"operator {why}",
@@ -290,19 +313,6 @@ class Propagation:
         if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
             return None
         return self._call(node)[2]
-
-
-def _why_unknown(call: Call, rule: LayoutRule | None) -> str:
-    if call.reads_sizes:
-        return f"{call.key} has a size that depends on data"
-    if rule is not None and isinstance(rule.index_map, str):
-        return (
-            f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "
-            "leaves free what the call names as its dim"
-        )
-    if rule is not None:
-        return f"layout rule {rule.id} says nothing of this call of {call.key}: its function returned None"
-    return f"{call.key} has no layout rule"
 
 
 def _as_produced(position: int, node: fx.Node, placement: Placement) -> Placement:

@@ -1,7 +1,7 @@
-"""What a lowered graph tells of its inputs: how the ranks of each axis hold them.
+"""What a lowered graph tells of its inputs and outputs: how the ranks of each axis hold them.
 
-`LocalizeShapes` writes it on the placeholders, one axis after the other, in `meta["placements"]`: it is a part of the
-program, so it outlives the transaction and is copied with the graph.
+`LocalizeShapes` writes it on the placeholders and on the output node, one axis after the other, in
+`meta["placements"]`: it is a part of the program, so it outlives the transaction and is copied with the graph.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
@@ -47,3 +48,27 @@ def write_input_placements(edit: Edit, axis: Axis) -> None:
         if isinstance(node.meta.get("val"), torch.Tensor):
             held = ZIGZAG.of(node) or placement_of(node)
             edit.set_meta(node, _META, {**placements_of(node), axis.name: held})
+
+
+def output_placements(gm: fx.GraphModule) -> list[Placements]:
+    """The placement of every output on every axis that the graph was lowered over, in the order of lowering.
+
+    One entry for each leaf of what the graph returns; it is empty for what is not a tensor.
+    """
+    output = gm.graph.output_node()
+    return output.meta.get(_META, [{} for _ in tree_leaves(output.args[0])])
+
+
+def write_output_placements(edit: Edit, axis: Axis) -> None:
+    """Afterwards `output_placements` tells how the ranks of `axis` hold each output."""
+    output = edit.graph.output_node()
+    leaves = tree_leaves(output.args[0])
+    before: list[Placements] = output.meta.get(_META, [{} for _ in leaves])
+    held = [_returned(leaf, axis) for leaf in leaves]
+    edit.set_meta(output, _META, [{**of_others, **of_axis} for of_others, of_axis in zip(before, held, strict=True)])
+
+
+def _returned(leaf: object, axis: Axis) -> Placements:
+    if not isinstance(leaf, fx.Node) or not isinstance(leaf.meta.get("val"), torch.Tensor):
+        return {}
+    return {axis.name: placement_of(leaf)}

@@ -1,7 +1,8 @@
 """Propagation: finds every value's placement over the axis, and inserts `redistribute` where placements disagree.
 
 1. forward   the operator's layout rule turns the placements of a node's operands into the placements that the node
-             requires of them, and the placements that its results are produced with.
+             requires of them, and the placements that its results are produced with. A call that would be gathered, and
+             whose rule says of what it consists (`LayoutRule.parts`), is written so, and this step runs again.
 2. relocate  where operators require a sharded dimension whole, a region around them runs on another dimension if that
              sends fewer bytes.
 3. backward  a replicated value that every user requires sharded in the same way is produced sharded.

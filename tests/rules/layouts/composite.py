@@ -25,6 +25,8 @@ CASES: Cases = {
     **many("flipud", case(lambda a, b, c: (f(a, b, c),), "0.0")),
     "dstack": [case(lambda a, b, c: ([f(a, b, c), f(a, b, 3)],), "0.2")],
     **many("fft_fftshift fft_ifftshift", case(lambda a, b, c: (f(a, b, c), [1]), "0.1")),
-    "linalg_matrix_norm": [case(lambda a, b, c: (f(a, b, c),), "0.1 0.2")],
+    "linalg_matrix_norm": [case(lambda a, b, c: (f(a, b, c),))],
+    "linalg_norm": [case(lambda a, b, c: (f(a, c), None, [1])), case(lambda a, b, c: (f(a, b, c), None, [1, -1]))],
+    "frobenius_norm": [case(lambda a, b, c: (f(a, 3, c), [-1])), case(lambda a, b, c: (f(a, c), [0]), keepdim=True)],
     "linalg_matrix_power": [case(lambda a, b, c: (f(a, 4, 4), 3), "0.1 0.2")],
 }

@@ -217,6 +217,34 @@ def test_the_command_proposes_a_rule_and_compares(capsys: pytest.CaptureFixture[
     assert json.loads(out)["notation"] == "a n... -> n..."
 
 
+@pytest.mark.parametrize(
+    ("index_map", "why"),
+    [
+        (
+            "a b -> a b",
+            "does not fit its layout rule mine.square, a b -> a b: that has other ranks or sizes, or leaves",
+        ),
+        (lambda call: None, "layout rule mine.square says nothing of this call of aten::square: its function returned"),
+    ],
+    ids=["notation", "function"],
+)
+def test_a_rule_that_says_nothing_of_a_call_is_named_with_the_reason(index_map: Any, why: str) -> None:
+    found = discover(aten.square, *parse_call("f(4, 5, 6)"))
+    known = compare(found, LayoutRules([LayoutRule("mine.square", ("aten::square",), index_map)]))
+    assert known is not None
+    assert (known.wrong, known.stricter) == ((), ())
+    assert "registered as mine.square: " in str(known)
+    assert f"\n  it says nothing of this call: {'aten::square ' * why.startswith('does')}{why}" in str(known)
+    assert compare(found, LayoutRules([])) is None
+
+
+def test_a_registered_rule_of_a_call_without_a_fake_value_is_named() -> None:
+    found = discover(aten.nonzero, *parse_call("f(4, 6)"))
+    known = compare(found, LayoutRules([LayoutRule("mine.nonzero", ("aten::nonzero",), lambda call: None)]))
+    assert known is not None
+    assert "says nothing of this call: it has no fake value: " in str(known)
+
+
 WRONG = """
 import torch
 from fxrewrite.spmd import LayoutRule, LayoutRules
@@ -241,7 +269,7 @@ def test_the_command_ends_with_1_for_a_false_rule_and_2_for_a_mistake(
     status, out, _ = command(capsys, "discover", f"{file}:twice", *layouts)
     assert (status, out.splitlines()[0]) == (0, "fxrewrite_test::twice  n... -> n...")
     assert "note: gradients were not compared: RuntimeError: Trying to backward through" in out
-    assert out.endswith("no registered rule speaks of this call\n")
+    assert out.endswith("its operator has no registered rule\n")
     for argv, said in [
         (["discover", "no_such_operator"], "no_such_operator is no operator of torch"),
         (["discover", "relu", "--args", "f(x)"], "f(x) is no tensor"),

@@ -318,6 +318,26 @@ def own_statistics(mesh: DeviceMesh) -> dict[str, float]:
     return {"parameters": (model.running_var - expected.running_var).abs().max().item()}
 
 
+def statistics_of_all(mesh: DeviceMesh) -> dict[str, float]:
+    """Of a batch norm, on ranks that share a batch of which each is called with its part: buffers and parameters."""
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+    plan = Parallelism("batch", axis="dp", place={inputs("input"): Shard(0)})
+    model = shard_parameters(copy.deepcopy(expected), plan, mesh)
+    backend = spmd(plan, mesh=mesh, inner="aot_eager")
+    step = torch.compile(model, backend=backend, fullgraph=True)
+    optimizers = [torch.optim.SGD(of.parameters(), 0.1) for of in (model, expected)]
+    for rows in torch.randn(3, 8, 6).double():
+        step(rows.chunk(mesh.size())[mesh.get_local_rank()].clone()).square().sum().backward()
+        expected(rows).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    backend.check_ranks()
+    found, states = model.state_dict(), expected.state_dict()
+    return {"parameters": max((whole(found[name]) - of_one).abs().max().item() for name, of_one in states.items())}
+
+
 def not_compiled(mesh: DeviceMesh) -> dict[str, Any]:
     """What is said where one rank cannot compile; nor do those wait that share no axis with it."""
 
@@ -567,6 +587,7 @@ def of_four(folder: Path) -> dict[str, Any]:
         "experts, sequence": compared(EXPERT_ZERO3 | AUTOSP, sequence, model_of=mixture),
         "a ring, Megatron": compared(autosp_parallelism(AutoSPConfig(attention="ring")) | MEGATRON, both),
         "own statistics": own_statistics(line),
+        "statistics of all": statistics_of_all(line),
         "other sizes": of_other_sizes(ZERO3, line),
         "other sizes, replicas": of_other_sizes(DATA, line),
         "other parameters": {"said": of_other_parameters(line)},

@@ -69,12 +69,13 @@ CLEAN |= {
     "squeeze where a chunk has length one": lambda m, x, ids: x * x[:, :, :1].squeeze(-1).unsqueeze(-1),
     "maximum of two": lambda m, x, ids: torch.max(x, m.other[: ids.shape[1]]),
     "type_as": lambda m, x, ids: x * torch.arange(8).type_as(x),
+    "softmax over the sequence": lambda m, x, ids: x.softmax(1) * x,
+    "variance over the sequence": lambda m, x, ids: x * x.var(1, keepdim=True),
 }
 MOVED: dict[str, Any] = {
     "shift by pads of 1 and -1": lambda m, x, ids: x + F.pad(x, (0, 0, 1, -1)),
     "a split that keeps all": lambda m, x, ids: x.split(16, 1)[0] + x,
     "cumulative sum": lambda m, x, ids: x.cumsum(1) + x,
-    "softmax over the sequence": lambda m, x, ids: x.softmax(1) * x,
     "shift": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
     "last token": lambda m, x, ids: x[:, -1],
     "eager attention": lambda m, x, ids: (x @ x.transpose(1, 2)).softmax(-1) @ x,
@@ -83,7 +84,7 @@ MOVED: dict[str, Any] = {
 """The sequence must be whole; over two ranks the rows of the batch are spread instead, over four the features."""
 GATHERED: dict[str, Any] = {
     "no rule": lambda m, x, ids: torch.fft.fft(x, dim=1).real + x,
-    "softmax over the sequence": MOVED["softmax over the sequence"],
+    "cumulative sum": MOVED["cumulative sum"],
     "last token": MOVED["last token"],
     "eager attention": MOVED["eager attention"],
 }
