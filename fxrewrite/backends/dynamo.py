@@ -175,6 +175,12 @@ def reached_recompile_limit() -> int | None:
     return limit if count is not None and count + 1 >= limit else None
 
 
+def compiled_function() -> int | None:
+    """Returns a number of the function that Dynamo is compiling, the same for each of its programs; None outside."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
 _WRAPPERS = (f"{Path(torch.__file__).parent}/", "/contextlib.py")
 
 
