@@ -42,7 +42,7 @@ IDS = torch.arange(12).reshape(2, 6) % 11
 
 
 def compile_and_keep(
-    model: nn.Module, *inputs: torch.Tensor, **options: Any
+    model: Callable[..., Any], *inputs: torch.Tensor, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[Any]]:
     """Dynamo's graph, its normal form (made inside of the backend, as in use), and the inputs of both."""
     graphs, given = caught(model, *inputs, inside=lambda gm: (gm, normalize(gm)), **options)
