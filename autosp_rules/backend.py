@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
             part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
             level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
             log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
-            whole = Program(gm, self.config, axis, border, is_sharded=False, before_again=self._refuse_no_sequence)
+            whole = Program(gm, self.config, axis, border, is_sharded=False, before=self._refuse_no_sequence)
             whole.run = compile_whole(gm, border.examples(gm, example_inputs))
             self._programs.append(whole)
             return whole
@@ -132,8 +133,14 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
         self.reports.append(report)
 
     def _refuse_no_sequence(self) -> None:
-        """Raises NoSequenceError if no graph so far has a sequence."""
-        if not any(report.tokens_per_rank for report in self.reports):
+        """Raises NoSequenceError if all parts of the model were called again, and none has a sequence.
+
+        A part that a model calls several times, as for each of its weights, says nothing of those that come later.
+        """
+        calls = Counter[int | None]()
+        for program in self._programs:
+            calls[program.function] += program.calls
+        if min(calls.values()) > 1 and not any(report.tokens_per_rank for report in self.reports):
             raise NoSequenceError.of(
                 f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
                 hint=NO_SEQUENCE_HINT,

@@ -12,6 +12,7 @@ from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.gradients import GradientPlan
 from autosp_rules.random import draws_alike
+from fxrewrite.backends import compiled_function
 from fxrewrite.graph import input_name
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import (
@@ -45,11 +46,15 @@ class Program:
         axis: whose ranks run it.
         border: what crosses in chunks.
         is_sharded: whether each rank computes a part of it; otherwise every rank runs it whole.
-        before_again: called at every call but the first: from then on, every part of the model is compiled.
+        before: called at every call.
     """
 
     run: Callable[..., Any]
     """The graph as the inner backend compiled it."""
+    function: int | None
+    """A number of what Dynamo compiled, the same for each of its programs."""
+    calls: int
+    """How often it was called."""
 
     def __init__(
         self,
@@ -59,10 +64,11 @@ class Program:
         border: Border,
         *,
         is_sharded: bool,
-        before_again: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._axis, self._border = config, axis, border
-        self._is_sharded, self._before_again, self._is_first = is_sharded, before_again, True
+        self._is_sharded, self._before = is_sharded, before
+        self.function, self.calls = compiled_function(), 0
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._is_parameter = [is_parameter(node) for node in placeholders]
         # Of what runs whole, equal inputs give equal gradients; and one rank may run it alone, to evaluate.
@@ -88,7 +94,7 @@ class Program:
         """Parameters in an order that all ranks share."""
         self._hooked: list[int] = []
         self._runs_eagerly = config.inner == "eager" or not isinstance(config.inner, str)
-        self._calls = 0
+        self._trained = 0
 
     def settle(self) -> None:
         """Reads the result of comparing the ranks in the last call."""
@@ -96,9 +102,8 @@ class Program:
             self._checks.settle()
 
     def __call__(self, *inputs: Any) -> Any:
-        if not self._is_first:
-            self._before_again()
-        self._is_first = False
+        self.calls += 1
+        self._before()
         inputs = tuple(self._border.entered(inputs))
         if self._is_sharded or self._config.compare_ranks:
             with raised_as_autosp_error():
@@ -122,7 +127,7 @@ class Program:
         )
         if late is not None:
             raise AutoSPError.of(
-                f"parameter {self._names[late]} got a hook before call {self._calls} of a program, and ranks look for "
+                f"parameter {self._names[late]} got a hook before call {self._trained} of a program, and ranks look for "
                 "hooks at calls 1, 2, 4, 8, ...: it would read one rank's summand of the gradient",
                 hint="register hooks before training, or call torch._dynamo.reset() after it, on every rank",
             )
@@ -136,8 +141,8 @@ class Program:
         """Returns the inputs, through which gradients flow in the form that their reader expects."""
         if not torch.is_grad_enabled():
             return list(inputs)
-        self._calls += 1
-        if is_due(self._calls):  # a wrapper may be added after the first call
+        self._trained += 1
+        if is_due(self._trained):  # a wrapper may be added after the first call
             weights = [x for x, p in zip(inputs, self._is_parameter, strict=True) if p and isinstance(x, torch.Tensor)]
             self._gradients = GradientPlan.of(self._config.gradients, self._axis, weights)
             if self._border.graph_break and self._gradients.factor != 1:

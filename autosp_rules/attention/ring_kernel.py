@@ -150,7 +150,7 @@ def _gradients_of(
     assert home is not None, "a ring has a group"
     dk, dv = _arrived(home, [k, v])
     # dk and dv arrived in one piece of memory, so they are copied.
-    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
 _MASK = "Tensor[] leaves, str mask, float scale, float softcap"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         backend_name as backend_name,
         capture as capture,
         capture_with_inputs as capture_with_inputs,
+        compiled_function as compiled_function,
         find_backend as find_backend,
         given_up as given_up,
         graph_break_hint as graph_break_hint,

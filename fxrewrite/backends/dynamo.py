@@ -84,8 +84,8 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
             if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, (TorchRuntimeError, Unsupported)):
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
-            hint = graph_break_hint(str(error))
             why = f"{_first_line(error)}{_broken_by(error)}"
+            hint = graph_break_hint(f"{why}\n{error}")
             raise FxRewriteError(f"the model does not compile to one graph: {why}; {hint}") from error
     if not found:
         raise FxRewriteError("the model calls no operator on tensors, so that there is no graph")
@@ -175,6 +175,12 @@ def reached_recompile_limit() -> int | None:
     return limit if count is not None and count + 1 >= limit else None
 
 
+def compiled_function() -> int | None:
+    """Returns a number of the function that Dynamo is compiling, the same for each of its programs; None outside."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
 _WRAPPERS = (f"{Path(torch.__file__).parent}/", "/contextlib.py")
 
 
@@ -199,7 +205,7 @@ _BREAK_HINTS = (
         "what the compiled function returns",
     ),
     (
-        "output_capturing.py",
+        "output_capturing.py:",  # the place of the break: every model of transformers passes through this file
         "call the model once before it is compiled, as under torch.no_grad(): at the first call that records outputs, "
         "such as output_router_logits, transformers installs hooks under a lock, which Dynamo cannot trace",
     ),

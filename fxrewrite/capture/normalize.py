@@ -50,6 +50,8 @@ _WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
 """Higher-order ops that run their subgraph in a mode, each with the function that makes this mode of its arguments."""
 _TRANSFORMS = {"_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
 """Functions with which Dynamo begins a transform of torch.func; vmap is handled apart."""
+_DATA = "_get_data_attr"
+"""Function with which Dynamo reads `x.data`: a tracer sees no operator in it, and would make its result a constant."""
 _NO_HIGHER_ORDER_OP = {
     "register_hook": "it calls a hook on a gradient inside of the compiled function: register it on a parameter, or on "
     "what the compiled function returns",
@@ -193,6 +195,8 @@ class _Inliner(Once):
             return self.regions.enter(*args)
         if target is EXIT:
             return self.regions.exit()
+        if getattr(target, "__name__", "") == _DATA:
+            return args[0].detach()
         if target is APPLY:
             return self.bodies.call({**self.current.meta, **self.tags}, args, kwargs)
         if isinstance(target, HigherOrderOperator):

@@ -228,6 +228,26 @@ def a_model_without_a_sequence_in_parts(rank: int) -> None:
         compiled(torch.ones(4))
 
 
+def a_part_that_a_model_calls_several_times(rank: int) -> None:
+    """Dynamo compiles what makes the weights by itself, and it runs twice before what has the sequence is compiled."""
+
+    def doubled(weight: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return weight * 2
+
+    def forward(ids: torch.Tensor, weight: nn.Parameter, first: nn.Parameter, second: nn.Parameter) -> torch.Tensor:
+        ids = ids.clamp(1)
+        scale = doubled(first)
+        scale = scale * doubled(second)
+        return (nn.functional.embedding(ids, weight) * scale).square().mean()
+
+    backend = autosp("eager")
+    parameters = [nn.Parameter(torch.ones(size)) for size in ((16, 4), (4,), (4,))]
+    for _ in range(3):
+        torch.compile(forward, backend=backend)(IDS, *parameters).backward()
+    assert any(report.tokens_per_rank for report in backend.reports)
+
+
 def run(cases: list[str]) -> dict[str, str]:
     """For each case what this rank says, or "done"."""
     rank, messages = dist.get_rank(), dict[str, str]()

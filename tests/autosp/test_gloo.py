@@ -83,6 +83,7 @@ REFUSALS: dict[str, tuple[list[str], ...]] = {
     "a_second_derivative": both("a gradient of a compiled program is differentiated again"),
     "weights_that_drift_apart": both("differ in parameter embed.weight of call 2", "'done'"),
     "a_model_without_a_sequence_in_parts": both("no sequence found in any of the 2 graphs that were compiled"),
+    "a_part_that_a_model_calls_several_times": (DONE, DONE),
     "a_last_batch_that_differs": both("differ in input ids of call 2 of a program", BY_THE_DATA),
     "a_later_batch_of_another_length": (
         [],  # gloo's words of its time limit

@@ -164,6 +164,8 @@ def test_fingerprints_tell_batches_apart_and_roundings_not() -> None:
     long = torch.zeros(1, 1, 100_000)
     long[..., ::98] = 1  # what a sample of a thousand sees
     assert 1000 < fingerprint(long)[1] <= 1024
+    filled = torch.full((1, 1, 16, 16), torch.finfo(torch.float64).min, dtype=torch.float64)
+    assert fingerprint(filled.triu(1)).isfinite().all()
     x = torch.randn(4, 512, 64, generator=torch.Generator().manual_seed(0))
     value, scale = fingerprint(x)
     rounded, _ = fingerprint(x.bfloat16())

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosp_rules.attention.ring_kernel import ring_attention
+from autosp_rules.attention.ring_kernel import ring_attention, ring_attention_backward
 from fxrewrite.ops import bodies_of_communicating
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh
@@ -58,3 +59,16 @@ def test_without_a_mask_no_scores_of_all_rows_are_held(
         out, _ = ring_attention(q, k, v, [], "", 0.5, softcap, None, *place)
         out.sum().backward()
     assert max(numel for numel, _ in seen.tensors) <= HEADS * ROWS * (DEPTH + width)  # k and v, on their way
+
+
+def test_results_have_the_strides_that_a_compiler_expects() -> None:
+    """Inductor compiles what reads a result for the strides of the fake one, also where heads follow rows in memory."""
+    q, k, v = (torch.randn(1, ROWS, HEADS, DEPTH).transpose(1, 2).requires_grad_() for _ in range(3))
+    with fake_mesh((1,), ("sp",)) as mesh:
+        place = ([], "", 0.5, 0.0, None, 0, 1, 1, False, axis_of(mesh, "sp").group)
+        out, lse = ring_attention(q, k, v, *place)
+        given = out.detach(), q.detach(), k.detach(), v.detach(), out.detach(), lse.detach(), *place[:4], *place[5:]
+        grads = ring_attention_backward(*given)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            expected = ring_attention(q, k, v, *place) + ring_attention_backward(*given)
+    assert [x.stride() for x in (out, lse, *grads)] == [x.stride() for x in expected]

@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from fxrewrite.backends import RewritingBackend, capture, find_backend
+from fxrewrite.backends import RewritingBackend, capture, find_backend, graph_break_hint
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph import graph_text
 from fxrewrite.plan import RuleSet
@@ -360,6 +360,13 @@ def test_a_logger_breaks_the_graph_and_the_hint_mends_it() -> None:
         capture(Logs(), {"x": torch.ones(2)})
     with torch._dynamo.config.patch(ignore_logging_functions={logging.Logger.warning}):
         assert targets(capture(Logs(), {"x": torch.ones(2)}))
+
+
+def test_advice_on_recorded_outputs_is_given_where_they_break_the_graph_alone() -> None:
+    """Every model of transformers passes through this file, whatever breaks its graph."""
+    passed_through = 'File "transformers/utils/output_capturing.py", line 361, in wrapper'
+    assert "call the model once" not in graph_break_hint(f"Unsupported method call at layer.py:90\n{passed_through}")
+    assert "call the model once" in graph_break_hint("Unsupported context manager at output_capturing.py:360")
 
 
 def test_a_recurrent_module_breaks_the_graph_and_the_hint_mends_it() -> None:

@@ -42,7 +42,7 @@ IDS = torch.arange(12).reshape(2, 6) % 11
 
 
 def compile_and_keep(
-    model: nn.Module, *inputs: torch.Tensor, **options: Any
+    model: Callable[..., Any], *inputs: torch.Tensor, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[Any]]:
     """Dynamo's graph, its normal form (made inside of the backend, as in use), and the inputs of both."""
     graphs, given = caught(model, *inputs, inside=lambda gm: (gm, normalize(gm)), **options)
@@ -135,6 +135,22 @@ def test_under_no_grad_and_eval() -> None:
     with torch.no_grad():
         gm, normal, inputs = compile_and_keep(model, IDS, IDS % 8)
         assert torch.equal(gm(*inputs)[0], normal(*inputs)[0])
+
+
+def test_data_of_parameters_and_of_values_is_read_when_the_program_runs() -> None:
+    """Torch's tracer sees no operator there: it made a constant without data, of which equal calls know no node."""
+    weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+    def f(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        h = torch.mm(x, x)
+        h = h + (torch.mm(h, weight.data) - h).data
+        h.data.mul_(2.0)
+        return torch.mm(h, weight).sum()
+
+    gm, normal, inputs = compile_and_keep(f, torch.ones(2, 2), weight)
+    assert not normal.graph.find_nodes(op="get_attr")
+    for a, b in zip(loss_and_grads(gm, inputs), loss_and_grads(normal, inputs), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_sizes_are_functions_of_the_inputs() -> None:

@@ -25,6 +25,8 @@ TOLERANCE = 2e-3
 by about 1 / sqrt(sample), 3e-2."""
 _SAMPLE = 1024
 """Entries of a floating tensor that are looked at."""
+_LARGEST = 1e300
+"""Larger entries count as this: their sum, as of a mask that is filled with the least float64, would be infinite."""
 _MOST_INTEGERS, _MOST_FLAGS = 2**24, 2**20
 """Entries of a tensor of integers and of bools that are looked at: all of a batch of ids, a part of a mask of S x S."""
 _ROW = 1024
@@ -44,6 +46,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_floating_point():
         sample = _sampled(tensor.detach(), _SAMPLE).to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+        sample = sample.clamp(-_LARGEST, _LARGEST)
         return torch.stack([(sample * _signs(sample.numel(), tensor.device)).sum(), sample.abs().sum()])
     most = _MOST_FLAGS if tensor.dtype == torch.bool else _MOST_INTEGERS
     total = _mixed(_sampled(tensor.detach(), most).to(torch.int64))
