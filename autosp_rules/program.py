@@ -127,8 +127,8 @@ class Program:
         )
         if late is not None:
             raise AutoSPError.of(
-                f"parameter {self._names[late]} got a hook before call {self._trained} of a program, and ranks look for "
-                "hooks at calls 1, 2, 4, 8, ...: it would read one rank's summand of the gradient",
+                f"parameter {self._names[late]} got a hook before call {self._trained} of a program, and ranks look "
+                "for hooks at calls 1, 2, 4, 8, ...: it would read one rank's summand of the gradient",
                 hint="register hooks before training, or call torch._dynamo.reset() after it, on every rank",
             )
 
