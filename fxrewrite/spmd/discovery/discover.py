@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from fxrewrite import ops
+from fxrewrite.spmd.discovery.free_dims import OperatorCall
 from fxrewrite.spmd.discovery.propose import Proposal, place_text
 from fxrewrite.spmd.discovery.samples import SampleError, guesses
 from fxrewrite.spmd.discovery.slices import FoundIndex, Place, SliceTrial, drawn, find_indices, first_line
-from fxrewrite.spmd.discovery.trial import traced_call
 from fxrewrite.spmd.layouts.rule import LayoutRules, why_unknown
 
 
@@ -113,7 +113,7 @@ def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
         return None
     text = f"{rule.id}: {rule.says()}"
     try:
-        call, rule, indices = rules.of(traced_call(found.target, (), drawn(found.sample, 0)))
+        call, rule, indices = rules.of(OperatorCall(found.target, (), drawn(found.sample, 0)).traced())
     except RuntimeError as error:  # as where data decide how many entries a result has
         return Comparison(text, unknown=f"it has no fake value: {first_line(error)}")
     if indices is None:
