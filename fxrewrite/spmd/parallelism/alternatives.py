@@ -42,14 +42,13 @@ from fxrewrite.graph.modules import matches_glob, module_names
 from fxrewrite.ops import is_parameter, tensors_of
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.parallelism.captured import captured_call
-from fxrewrite.spmd.parallelism.parallelism import Alternatives, Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parallelism import Alternatives, AnyPlan, Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.placement import Axis, MisstatedError
 from fxrewrite.spmd.price.choice import Chosen, choose
 from fxrewrite.spmd.price.price import Price
 from fxrewrite.spmd.price.program_price import program_price
 from fxrewrite.spmd.propagation.sites import Placed, Site
 
-AnyPlan: TypeAlias = "Parallelism | Parallelisms"
 Contexts: TypeAlias = "Callable[[], Mapping[str, SpmdContext]]"
 """Makes what a plan is applied with: a context for each axis, by its name."""
 _MOST = 32
