@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from fxrewrite.errors import first_line, named_line
 from fxrewrite.verify.observe import Observation
 from fxrewrite.verify.oracle import Oracle
 
@@ -165,7 +166,7 @@ def _have_common_entries(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _ending(run: Observation) -> str:
     if run.error is None:
         return "does not raise"
-    return f"raises {type(run.error).__name__}: {(str(run.error).strip().splitlines() or [''])[0]}"
+    return f"raises {named_line(run.error)}"
 
 
 def _compare_one(
@@ -328,7 +329,7 @@ def compare_gradients(
     if before is None or isinstance(before, Exception):
         return []
     if isinstance(after, Exception):
-        text = (str(after).strip().splitlines() or [""])[0]
+        text = first_line(after)
         return [Difference("gradient", f"the rewritten graph raises {type(after).__name__} in its backward: {text}")]
     found: list[Difference] = []
     dtypes = [grad.dtype for grad in before if grad is not None]

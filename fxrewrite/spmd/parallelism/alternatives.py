@@ -35,6 +35,7 @@ from fxrewrite.errors import (
     MatchExpectationError,
     RuleDefinitionError,
     did_you_mean,
+    first_line,
 )
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.inputs import input_name
@@ -254,7 +255,7 @@ class _Search:
         except _MISTAKES:
             raise
         except FxRewriteError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         price = program_price(program, {name: context.axis.size for name, context in contexts.items()})
         limits = [c.alternatives.most_held for c in self.choices if c.alternatives.most_held is not None]
         if limits and price.held > min(limits):
