@@ -24,7 +24,7 @@ Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -227,7 +227,7 @@ def _note_joined(edit: Edit, axis: Axis) -> None:
             edit.set_fact(output, _LENGTHS, (*lengths, (joined[dim], not is_divided_by(joined[dim], axis.size))))
 
 
-def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Placement]) -> Placement:
+def along_sequence(node: fx.Node, value: torch.Tensor) -> Placement:
     """Returns the placement of a value that was computed whole from sharded ones: sharded if as long as a sequence.
 
     That is a guess at what is fast; results are exact either way.

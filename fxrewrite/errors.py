@@ -37,6 +37,16 @@ class VerificationError(FxRewriteError):
     """A rule was tested and is false, or could not be tested; the message is the verdict, with a counterexample."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty if it has none."""
+    return str(error).strip().partition("\n")[0]
+
+
+def named_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of a message about a word that is not among the `known`: "; did you mean relu or relu6?", or nothing."""
     near = difflib.get_close_matches(str(word), list(known), n=3)

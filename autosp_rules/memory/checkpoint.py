@@ -47,7 +47,7 @@ from autosp_rules.memory.costs import (
     read_in_backward,
 )
 from fxrewrite import Edit, Event, Report
-from fxrewrite.graph import in_canonical_order
+from fxrewrite.graph import in_canonical_order, is_recomputed
 from fxrewrite.ops import is_pure, is_random, key
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention.flops import ATTENTION_KEYS
@@ -63,11 +63,6 @@ _STEP = 3.0
 _ITEM = "operator.getitem"
 _ENTRY = re.compile(r"^.*?(?:\.|\[')\d+(?=\.|'\]|$)")
 """Path of a module up to the first entry of a list, as in `L['self'].model.layers.0`."""
-
-
-def is_recomputed(node: fx.Node) -> bool:
-    """Whether the node's tag makes the backward pass recompute it."""
-    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def checkpoint_text(program: fx.GraphModule) -> str:

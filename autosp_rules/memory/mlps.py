@@ -19,7 +19,6 @@ from pydantic import Field
 from torch import fx
 
 from autosp_rules.lengths import planned_size
-from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import (
     bases_of,
     bytes_of,
@@ -30,7 +29,7 @@ from autosp_rules.memory.costs import (
     read_in_backward,
 )
 from fxrewrite import Edit, Event, Report, RuleSet, where
-from fxrewrite.graph import Fact, source_line
+from fxrewrite.graph import Fact, is_recomputed, source_line
 from fxrewrite.ops import bind, key
 from rules.tiling.mlp import Mlp, mlp_of, tiled_mlp_rules
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile

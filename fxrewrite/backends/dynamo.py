@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
-from fxrewrite.errors import FxRewriteError, RefusedError
+from fxrewrite.errors import FxRewriteError, RefusedError, first_line
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.other_sizes import check_sizes
@@ -84,7 +84,7 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
             if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, (TorchRuntimeError, Unsupported)):
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
-            why = f"{_first_line(error)}{_broken_by(error)}"
+            why = f"{first_line(error) or type(error).__name__}{_broken_by(error)}"
             hint = graph_break_hint(f"{why}\n{error}")
             raise FxRewriteError(f"the model does not compile to one graph: {why}; {hint}") from error
     if not found:
@@ -116,10 +116,6 @@ _BROKEN_BY = re.compile(r"Developer debug context: ([\w.:]+)$", re.MULTILINE)
 
 class _Captured(Exception):  # noqa: N818  # not an error: the way in which a backend can end a compilation
     """Ends a compilation whose graph was captured."""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def graph_break_reason(gm: fx.GraphModule) -> str:

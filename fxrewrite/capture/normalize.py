@@ -27,7 +27,7 @@ from fxrewrite.capture.custom_backward import APPLY, NormalBodies
 from fxrewrite.capture.equal_calls import EqualCalls, Once
 from fxrewrite.capture.functionalize import Functional, functional_writes
 from fxrewrite.capture.vmap import without_vmap
-from fxrewrite.errors import FxRewriteError, refuse
+from fxrewrite.errors import FxRewriteError, named_line, refuse
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.sizes import hoist_sizes
@@ -127,10 +127,9 @@ def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModul
     except FxRewriteError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise FxRewriteError(
             f"%{program.current.name} ({source_line(program.current)}) cannot be traced to ATen: "
-            f"{type(error).__name__}: {reason}; compile the model without it"
+            f"{named_line(error)}; compile the model without it"
         ) from error
     finally:
         program.regions.close()

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxrewrite.backends import capture
 from fxrewrite.capture import normalize
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, named_line
 from fxrewrite.registry import find_object, raised_text
 
 Level = Literal["aten", "torch"]
@@ -63,8 +63,8 @@ def _exported(path: str) -> torch.export.ExportedProgram:
     try:
         return torch.export.load(path)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0].partition(" Please check the warnings")[0]
-        raise GraphError(f"{path} is no exported program: {type(error).__name__}: {first}") from error
+        why = named_line(error).partition(" Please check the warnings")[0]
+        raise GraphError(f"{path} is no exported program: {why}") from error
 
 
 def _called(path: str, function: Callable[[], Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import ops
 from fxrewrite.graph.walk import reached
@@ -52,3 +53,11 @@ def is_differentiable(node: fx.Node) -> bool:
 
 def _is_passed(node: fx.Node) -> bool:
     return ops.has_inexact(node) and not ops.has_trait(node, "detach")
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the node's tag makes the backward pass compute it again, if that needs it.
+
+    AOTAutograd's partitioner takes both tags for orders.
+    """
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -13,7 +13,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ class Edit:
         graph: the graph under edit.
         body: the first node that is not an input; new nodes that read nothing may be placed before it.
         erased: nodes that will be erased at commit; they no longer have arguments or users.
+        values: computes what nodes give, as fake tensors, also if their inputs had other values.
         fake_mode: the graph's own fake tensor mode; None if its nodes have no fake values.
         computed: nodes that read what a rule computed once -> the rule, and the attributes of which; of all these, what
             no node reads any more leaves the module at commit.
@@ -66,8 +67,8 @@ class Edit:
         self._shared: dict[Any, Any] = {}
         self._checks: list[Callable[[Edit], None]] = []
         self.erased: set[fx.Node] = set()
-        self._values = FakeValues(gm)
-        self.fake_mode = self._values.mode
+        self.values = FakeValues(gm)
+        self.fake_mode = self.values.mode
         self._journal = Journal(gm, self.erased)
         body = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         if body is None:
@@ -222,9 +223,9 @@ class Edit:
             meta["fxrewrite"] = (rule,)
         if val is _COMPUTE:
             if self.fake_mode is not None:
-                meta[self._values.key] = self._values.compute(node)
+                meta[self.values.key] = self.values.compute(node)
         else:
-            meta[self._values.key] = val
+            meta[self.values.key] = val
         for fact, derive in self._derived.items():
             found = derive(node)
             if found is not None:
@@ -261,7 +262,7 @@ class Edit:
             node = self.graph.get_attr(path)
         self._journal.append((kind, node))
         if isinstance(value, torch.Tensor) and self.fake_mode is not None:
-            node.meta[self._values.key] = self._values.attribute(path)
+            node.meta[self.values.key] = self.values.attribute(path)
         return node
 
     def _call_module(
@@ -396,32 +397,16 @@ class Edit:
             yield
         for node in self.new_since(mark) if self.fake_mode is not None else ():
             if node.op.startswith("call_") and ops.value(node) is ops.MISSING:
-                node.meta[self._values.key] = self._values.compute(node)
+                node.meta[self.values.key] = self.values.compute(node)
 
     def _find_untracked(self) -> None:
         if self._untracked is not None:
             self._untracked.elsewhere()
 
-    def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
-        return self._values.run_with(node, values)
-
-    def viewed(self, node: fx.Node, values: Mapping[fx.Node, Any] = MappingProxyType({})) -> set[fx.Node] | None:
-        """Returns the inputs whose memory the result shares, if some had these values; None if that is not known."""
-        return self._values.viewed(node, values)
-
-    def saved_for_backward(self, node: fx.Node) -> list[fx.Node]:
-        """Returns which of a node and its inputs autograd saves; all of these if the node cannot be run."""
-        return self._values.saved_for_backward(node)
-
-    def returns_operand(self, node: fx.Node) -> bool:
-        """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
-        return self._values.returns_operand(node)
-
     def _undo(self, mark: int) -> None:
         """Undoes the records of the journal from `mark` on."""
         for node in self._journal.undo(mark):
-            self._values.forget(str(node.target))
+            self.values.forget(str(node.target))
             self.computed.pop(node, None)
 
     def _check(self) -> None:

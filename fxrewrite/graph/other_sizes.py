@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
-from fxrewrite.errors import Refusal, RefusedError
+from fxrewrite.errors import Refusal, RefusedError, named_line
 from fxrewrite.graph.argument_keys import identity_of
 from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.source import source_line
@@ -202,8 +202,7 @@ class _Check:
         except _NOT_KNOWN:
             return None
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
-            raise self._refusal(node, f"fails: {type(error).__name__}: {reason}") from error
+            raise self._refusal(node, f"fails: {named_line(error)}") from error
 
     def _refusal(self, node: fx.Node, what: str) -> RefusedError:
         sizes = ", ".join(f"{symbol} = {value}" for symbol, value in self._chosen.items())

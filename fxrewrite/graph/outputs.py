@@ -175,7 +175,7 @@ def _views_of_copy(edit: Edit, clone: fx.Node, paths: list[list[fx.Node]]) -> di
         args, kwargs = map_arg(  # pyright: ignore[reportGeneralTypeIssues]
             (view.args, view.kwargs), lambda node, old=base, by=new[base]: by if node is old else node
         )
-        values[view] = edit.run_with(view, {base: values[base]})
+        values[view] = edit.values.run_with(view, {base: values[base]})
         new[view] = edit.call(view.target, args, kwargs, before=edit.graph.output_node(), like=view)
         _require_same_places(values, new, view, copied)
     return new

@@ -50,6 +50,7 @@ from fxrewrite.pattern.terms import (
     Siblings,
     Term,
     in_steps,
+    is_number,
     is_size,
     part_of,
     reflected,
@@ -294,13 +295,9 @@ def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     one, other = term.args[first][1], term.args[second][1]
     if one == other:
         return [names]
-    if pair[0] == "self" and _is_number(one) != _is_number(other):
-        return [tuple(exchanged) if _is_number(one) else names]
+    if pair[0] == "self" and is_number(one) != is_number(other):
+        return [tuple(exchanged) if is_number(one) else names]
     return [names, tuple(exchanged)]
-
-
-def _is_number(term: Term) -> bool:
-    return isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
 
 
 def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:

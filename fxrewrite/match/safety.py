@@ -230,9 +230,9 @@ def check_saved(
     if not replaced or next(effects.after(effects.writers, min(match.outputs)), None) is None:
         return
     own = [node for node in match.nodes if node not in match.kept]
-    known = ops.memory_origins(*(node for old in own for node in edit.saved_for_backward(old)))
+    known = ops.memory_origins(*(node for old in own for node in edit.values.saved_for_backward(old)))
     for node in created:
-        for saved in edit.saved_for_backward(node):
+        for saved in edit.values.saved_for_backward(node):
             memory = ops.memory_origins(saved)
             memory |= {old for old, new in replaced if saved in ops.memory_origins(new) and old not in known}
             writer = effects.later_writer(min(match.outputs), memory - known, is_known=True)

@@ -114,7 +114,7 @@ def needs_detach(edit: Edit, old: fx.Node, new: fx.Node, effects: Effects) -> bo
     if not effects.is_without_gradients(old) or effects.is_without_gradients(new):
         return False
     node = old
-    while node is not new and edit.returns_operand(node):
+    while node is not new and edit.values.returns_operand(node):
         node = node.all_input_nodes[0]
     return node is not new
 

@@ -172,17 +172,17 @@ class _Walk:
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Runs an operator; the values that it writes to stay as they are."""
         if not ops.mutates(node):
-            return self._edit.run_with(node, values)
+            return self._edit.values.run_with(node, values)
         own = {written: values.get(written, ops.value(written)) for written in ops.mutated(node)}
         with torch.no_grad():
             own = {written: value.detach() for written, value in own.items() if isinstance(value, torch.Tensor)}
-            return self._edit.run_with(node, {**values, **own})
+            return self._edit.values.run_with(node, {**values, **own})
 
     def _writes_to_a_copy(self, node: fx.Node) -> bool:
         """Whether other strides decide that the result is a view or a copy, and its memory is written later."""
         if not ops.is_maybe_view(node) or not (self._effects.writers or self._edit.around):
             return False
-        if self._edit.viewed(node) == self._edit.viewed(node, self.values):
+        if self._edit.values.viewed(node) == self._edit.values.viewed(node, self.values):
             return False
         return self._effects.later_writer(node, ops.memory_origins(node)) is not None or _is_left_to_writes(self._edit)
 

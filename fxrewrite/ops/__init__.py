@@ -78,6 +78,7 @@ from fxrewrite.ops.traits import (
 )
 from fxrewrite.ops.value import (
     MISSING as MISSING,
+    bits_of as bits_of,
     dtype_name as dtype_name,
     fake_value as fake_value,
     has_data as has_data,

@@ -85,6 +85,11 @@ def has_data(tensor: torch.Tensor) -> bool:
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the tensor whose entries are integers of the same width."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
 def is_inexact(tensor: torch.Tensor) -> bool:
     """True for real and complex numbers, which can be differentiated."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -25,6 +25,7 @@ from fxrewrite.pattern.terms import (
     as_term,
     call,
     holds_term,
+    is_number,
     parts_of,
     subterms,
     tracing,
@@ -107,11 +108,7 @@ class Pattern:
     def _check_numbers(self) -> None:
         """Refuses arithmetic on captured numbers alone: a graph holds its result, and no call."""
         for term in (found for output in self.outputs for found in subterms(output)):
-            if (
-                isinstance(term, Op)
-                and term.key in _ARITHMETIC
-                and all(_is_known_number(part) for _, part in term.args)
-            ):
+            if isinstance(term, Op) and term.key in _ARITHMETIC and all(is_number(part) for _, part in term.args):
                 raise RuleDefinitionError(
                     f"{term_text(term)} is computed of captured numbers, and a graph holds the result alone; capture "
                     'that as another Literal, and relate them in where, as "m == n * 2"'
@@ -228,10 +225,6 @@ def _listed(where: Iterable[Any]) -> tuple[Any, ...]:
         found = where if isinstance(where, str) else wrong[0]
         raise RuleDefinitionError(f"where takes a list of constraints, or of their texts, not {found!r}")
     return items
-
-
-def _is_known_number(term: Term) -> bool:
-    return isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
 
 
 def _is_anchored(term: Term) -> bool:

@@ -437,6 +437,11 @@ def reflected(term: Op) -> tuple[Op, ...]:
 _SHAPES = ("size", "shape")
 
 
+def is_number(term: Term) -> bool:
+    """Whether the term is a Python value, written in the pattern or captured, and not a node."""
+    return isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
+
+
 def is_size(term: Any) -> TypeGuard[Op]:
     """Whether the term is a size of another value, a number computed of sizes, or a dtype or device."""
     if not isinstance(term, Op):

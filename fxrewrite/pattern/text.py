@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.errors import RuleDefinitionError, first_line
 from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern.combinators import (
     chain,
@@ -249,8 +249,7 @@ class _Parser:
         try:
             return torch.device(*(self.read(argument) for argument in node.args))
         except (RuntimeError, TypeError) as error:
-            first = str(error).partition("\n")[0]
-            raise self.error(node, f"{ast.unparse(node)} is no device: {first}") from error
+            raise self.error(node, f"{ast.unparse(node)} is no device: {first_line(error)}") from error
 
     def call(self, node: ast.Call, name: str) -> Any:
         if name in _PREFIXES:

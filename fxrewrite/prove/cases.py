@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, Reason, RefusedError
+from fxrewrite.errors import FxRewriteError, Reason, RefusedError, first_line
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.match.program import Program
@@ -194,7 +194,7 @@ class CaseSearch:
                     raise NoCaseError(_ONCE) from error
                 self._problem = str(error)
             except (FxRewriteError, *TORCH_ERRORS) as error:
-                self._problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
+                self._problem = f"with symbolic sizes: {first_line(error)}"
             else:
                 if case is not None:
                     self._add(case)

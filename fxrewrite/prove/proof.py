@@ -22,6 +22,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
+from fxrewrite.errors import named_line
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.prove.arithmetic import Need, SymbolicArithmetic
@@ -244,7 +245,7 @@ def _compared(case: Case, *, is_real: bool) -> tuple[str, SymbolicArithmetic, Sy
     except UnknownError as error:
         outcome = str(error)
     except (NotImplementedError, *TORCH_ERRORS) as error:
-        outcome = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        outcome = named_line(error)
     return outcome, before, after
 
 

@@ -19,15 +19,11 @@ from fxrewrite.spmd.discovery.discover import (
     compare as compare,
     discover as discover,
 )
+from fxrewrite.spmd.discovery.free_dims import free_dims as free_dims
 from fxrewrite.spmd.discovery.samples import (
     SampleError as SampleError,
     TensorSpec as TensorSpec,
     parse_call as parse_call,
-)
-from fxrewrite.spmd.discovery.trial import (
-    PlacementTrial as PlacementTrial,
-    free_dims as free_dims,
-    try_placements as try_placements,
 )
 from fxrewrite.spmd.events import (
     AtBorder as AtBorder,

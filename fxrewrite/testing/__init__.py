@@ -7,6 +7,7 @@ from fxrewrite.lazy import lazy_package
 if TYPE_CHECKING:
     from fxrewrite.testing.explain import explain_placement as explain_placement
     from fxrewrite.testing.fake_mesh import fake_mesh as fake_mesh
+    from fxrewrite.testing.placements import PlacementTrial as PlacementTrial, try_placements as try_placements
     from fxrewrite.testing.ranks import RankRun as RankRun, run_on_ranks as run_on_ranks
     from fxrewrite.testing.recorder import Recorder as Recorder, recorded as recorded
     from fxrewrite.testing.simulate import Simulated as Simulated, simulate as simulate

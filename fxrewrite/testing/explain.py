@@ -14,14 +14,14 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.parallelism.alternatives import chosen_for
 from fxrewrite.spmd.parallelism.captured import captured_call
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan, check_axes
 from fxrewrite.spmd.placement import Axis
 from fxrewrite.spmd.propagation.explain import explain_values
 from fxrewrite.testing.fake_mesh import fake_mesh
 
 
 def explain_placement(
-    model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int], value: str
+    model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: Mapping[str, int], value: str
 ) -> str:
     """Why ranks hold a value of `model(**inputs)` as they do, step by step, and what is sent for whoever reads it.
 

@@ -17,7 +17,7 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.parallelism.alternatives import chosen_for
 from fxrewrite.spmd.parallelism.captured import captured_call, check_dense_gradients
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan, check_axes
 from fxrewrite.spmd.parallelism.parameters import check_buffers
 from fxrewrite.spmd.placement import Replicate, Shard
 from fxrewrite.spmd.price.report import SpmdReport
@@ -95,9 +95,7 @@ def _worst(errors: Mapping[str, float]) -> str:
     return f"{errors.get(name, 0.0):.0e} ({name})"
 
 
-def simulate(
-    model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int]
-) -> Simulated:
+def simulate(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: Mapping[str, int]) -> Simulated:
     """Train one step of `model(**inputs)` on one device and by the plan on simulated ranks, and compare.
 
     The loss is the first number among what the model returns; every other tensor that it returns is compared, too, and

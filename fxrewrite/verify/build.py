@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
+from fxrewrite.errors import named_line
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
 from fxrewrite.pattern.terms import (
     ARITHMETIC_ON_SIZES,
@@ -85,7 +86,7 @@ class Builder:
         try:
             return fx.GraphModule(torch.nn.Module(), self._finished(outputs))
         except TORCH_ERRORS as error:
-            raise NoSampleError(f"on fake tensors: {_first_line(error)}") from error
+            raise NoSampleError(f"on fake tensors: {named_line(error)}") from error
 
     def calls(self) -> list[fx.Node]:
         """Decides all bindings, by running the reading on small real tensors; returns the outputs.
@@ -115,7 +116,7 @@ class Builder:
                 node = self._attempt(term, path, ready, attempt)
                 self._check(set(self.bindings) - mark[0])
             except TORCH_ERRORS as error:  # a wrong guess, a wrong call, or a predicate that fails on it
-                problem = f"{term_text(term)}: {_first_line(error)}"
+                problem = f"{term_text(term)}: {named_line(error)}"
                 self._take_back(*mark)
             else:
                 self._terms[term] = node
@@ -391,7 +392,3 @@ def _unchecked(node: fx.Node) -> str:
 def _tensor(node: fx.Node) -> torch.Tensor:
     found = ops.value(node)
     return found if isinstance(found, torch.Tensor) else torch.empty(())
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -31,6 +31,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from fxrewrite import ops
+from fxrewrite.errors import first_line, named_line
 from fxrewrite.verify.observe import Observation
 from fxrewrite.verify.oracle import Oracle
 
@@ -63,7 +65,6 @@ _COARSE_ULPS, _GRADIENT = 16.0, 4.0
 """Allowed error in units in the last place of the magnitude, without float64; the factor for gradients."""
 _FLOAT64 = 1e-10
 """Bound for float64, relative to the magnitude: no finer dtype could tell large rounding errors from others."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def _have_common_entries(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _ending(run: Observation) -> str:
     if run.error is None:
         return "does not raise"
-    return f"raises {type(run.error).__name__}: {(str(run.error).strip().splitlines() or [''])[0]}"
+    return f"raises {named_line(run.error)}"
 
 
 def _compare_one(
@@ -313,8 +314,7 @@ def _different_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return _different_bits(*(torch.view_as_real(value.resolve_conj()) for value in (a, b))).any(-1)
     if not a.is_floating_point():
         return a != b
-    bits = _BITS[a.element_size()]
-    return (a.contiguous().view(bits) != b.contiguous().view(bits)) & ~(torch.isnan(a) & torch.isnan(b))
+    return (ops.bits_of(a.contiguous()) != ops.bits_of(b.contiguous())) & ~(torch.isnan(a) & torch.isnan(b))
 
 
 def compare_gradients(
@@ -328,7 +328,7 @@ def compare_gradients(
     if before is None or isinstance(before, Exception):
         return []
     if isinstance(after, Exception):
-        text = (str(after).strip().splitlines() or [""])[0]
+        text = first_line(after)
         return [Difference("gradient", f"the rewritten graph raises {type(after).__name__} in its backward: {text}")]
     found: list[Difference] = []
     dtypes = [grad.dtype for grad in before if grad is not None]

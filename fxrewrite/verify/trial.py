@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RefusedError, RuleDefinitionError
+from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RefusedError, RuleDefinitionError, named_line
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.outputs import Promise, shared_outputs
@@ -167,7 +167,7 @@ class Trials:
             raise  # an invalid definition, which no sample can refute
         except (FxRewriteError, *TORCH_ERRORS) as error:
             is_refusal = isinstance(error, RefusedError)
-            why = str(error) if is_refusal else f"the rewrite raises {_said(error)}"
+            why = str(error) if is_refusal else f"the rewrite raises {type(error).__name__}: {error}"
             if self.bed is not None:  # perhaps the rule is for graphs at another stage, which the bed does not have
                 return refused(why)
             return refused(why) if is_refusal and error.kind is not Reason.RAISED else invalid(why)
@@ -290,12 +290,12 @@ class Trials:
             return Grading(why_not=why_not if is_differentiable else "")
         leaves, grads = with_derivative(before, inputs, given, run)
         if isinstance(grads, Exception):
-            return Grading(why_not=f"the original raises in its backward: {_first_line(grads)}")
+            return Grading(why_not=f"the original raises in its backward: {named_line(grads)}")
         if grads is None:
             return Grading()
         others = gradients(after, inputs(), given, run_after, leaves)
         if isinstance(others, Exception) and not self.needs_derivatives:
-            return Grading(why_not=f"the rewritten graph raises in its backward: {_first_line(others)}")
+            return Grading(why_not=f"the rewritten graph raises in its backward: {named_line(others)}")
         if run_after is not run:  # what the module holds is no input of the rewritten graph
             grads = [None if is_held else grad for grad, is_held in zip(grads, _holds(before), strict=True)]
 
@@ -373,14 +373,6 @@ def _with_multiples(sample: Sample, before: fx.GraphModule, draw: Draw) -> Sampl
         return sample
     contents: Contents = "few_multiples" if draw.domain == "moderate" else "multiples"
     return sample.changed(lambda _, spec: spec.dtype.is_floating_point, contents=contents, points=points)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _first_line(error: Exception) -> str:
-    return _said(error).splitlines()[0]
 
 
 def _is_finite(inputs: list[torch.Tensor]) -> bool:

@@ -292,4 +292,4 @@ def test_what_a_higher_order_operator_saves_is_not_known() -> None:
 
     gm, _ = caught(function, torch.rand(4, requires_grad=True))
     (node,) = (one for one in gm.graph.nodes if isinstance(one.target, torch._ops.HigherOrderOperator))
-    assert Edit(gm).saved_for_backward(node) == [node, *node.all_input_nodes]
+    assert Edit(gm).values.saved_for_backward(node) == [node, *node.all_input_nodes]

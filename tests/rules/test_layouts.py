@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxrewrite import RefusedError, RuleSet
+from fxrewrite import Plan, RefusedError, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
@@ -27,17 +26,14 @@ from fxrewrite.spmd import (
     LayoutRules,
     LocalizeShapes,
     Placement,
-    PlacementTrial,
     PropagatePlacements,
     Replicate,
     Shard,
-    SpmdContext,
     axis_of,
     free_dims,
-    try_placements,
 )
-from fxrewrite.spmd.discovery.trial import index_map_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
+from fxrewrite.spmd.discovery.free_dims import index_map_of
+from fxrewrite.testing import PlacementTrial, fake_mesh, try_placements
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.layouts import LAYOUTS
 from tests.rules.layouts import attention, composite, convolutions, pointwise, products, reductions, shapes
@@ -91,15 +87,6 @@ def _target(name: str, case: Case, args: tuple[Any, ...]) -> Any:
     raise AssertionError(f"no overload of {name} takes {args}")
 
 
-def _apply(gm: fx.GraphModule, context: SpmdContext) -> Any:
-    return PLAN.apply(gm, context=context)
-
-
-def _run(gm: fx.GraphModule, inputs: Any, num_ranks: int) -> Any:
-    run = run_on_ranks(gm, inputs, num_ranks, backward=0 if gm.graph.output_node().args[0][0] is not None else None)
-    return run.outputs, run.gradients()
-
-
 def _tensors(case: Case, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [v for v in pytree.tree_leaves((args, case.kwargs)) if isinstance(v, torch.Tensor)]
 
@@ -139,9 +126,7 @@ def test_operator_on_shards_equals_operator_whole(name: str) -> None:
             is_first = next(other for other in CASES if case in CASES[other]) == name
             for operand, dim in free if is_first else random.Random(name).sample(free, min(len(free), 1)):
                 placements = [Shard(dim) if place == operand else Replicate() for place in range(len(tensors))]
-                trial = try_placements(
-                    target, args, case.kwargs, placements, axis=axis_of(mesh, "sp"), apply=_apply, run=_run
-                )
+                trial = try_placements(target, args, case.kwargs, placements, axis=axis_of(mesh, "sp"), plan=PLAN)
                 assert trial.error <= TOLERANCE, (name, case.whole, trial)
                 assert not trial.gathered, (name, case.whole, trial)
 
@@ -159,7 +144,7 @@ def test_an_operator_in_parts_equals_the_operator_whole(name: str) -> None:
                 for dim in (dim for operand, dim in case.whole_dims if operand == 0):
                     placed = Shard(dim, uneven=tensors[0].shape[dim] % num_ranks != 0)
                     placements: list[Placement] = [placed, *[Replicate()] * (len(tensors) - 1)]
-                    trial = try_placements(target, args, case.kwargs, placements, axis=axis, apply=_apply, run=_run)
+                    trial = try_placements(target, args, case.kwargs, placements, axis=axis, plan=PLAN)
                     assert trial.error <= TOLERANCE, (name, case.whole, num_ranks, trial)
                     assert not trial.gathered, (name, case.whole, num_ranks, trial)
 
@@ -177,7 +162,7 @@ def test_rule_holds_for_other_sizes_ranks_and_layouts(rule: LayoutRule) -> None:
         with fake_mesh((num_ranks,), ("sp",)) as mesh:
             axis = axis_of(mesh, "sp")
             placements = [_drawn_placement(tensor, num_ranks, draw) for tensor in _tensors(case, args)]
-            trial = try_placements(target, args, case.kwargs, placements, axis=axis, apply=_apply, run=_run)
+            trial = try_placements(target, args, case.kwargs, placements, axis=axis, plan=PLAN)
             assert trial.error <= TOLERANCE, (name, num_ranks, [tuple(t.shape) for t in _tensors(case, args)], trial)
 
 
@@ -188,7 +173,7 @@ def test_padding_counts_nothing_in_a_sum(rule: LayoutRule) -> None:
     cases = [(name, case) for name in CASES if key(getattr(aten, name)) in rule.ops for case in CASES[name]]
     drawn = random.Random(rule.id).sample(cases, min(len(cases), 5))
     for name, case in drawn:
-        for trial in _padded_trials(name, case, _apply):
+        for trial in _padded_trials(name, case, PLAN):
             assert trial.error <= TOLERANCE, (name, case.whole, trial)
             assert not trial.gathered, (name, case.whole, trial)
 
@@ -199,11 +184,11 @@ def test_padding_that_counts_is_found() -> None:
     wrong = LayoutRules([*(other for other in LAYOUTS if other is not rule), replace(rule, neutral="zeros")])
     plan = RuleSet("wrong", PropagatePlacements("l", wrong), LocalizeShapes("s", wrong), COLLECTIVE_RULES).once()
     case = Case(lambda m, n, k: (f(k, n), i(n, k), None, 2))
-    found = list(_padded_trials("cross_entropy_loss", case, lambda gm, context: plan.apply(gm, context=context)))
+    found = list(_padded_trials("cross_entropy_loss", case, plan))
     assert max(trial.error for trial in found) > 0.1
 
 
-def _padded_trials(name: str, case: Case, apply: Any) -> list[PlacementTrial]:
+def _padded_trials(name: str, case: Case, plan: Plan) -> list[PlacementTrial]:
     """The operator with each dimension padded that its rule lets be sharded and 4 ranks do not divide."""
     args = _args(name, case, SIZES)
     target, tensors = _target(name, case, args), _tensors(case, args)
@@ -218,7 +203,7 @@ def _padded_trials(name: str, case: Case, apply: Any) -> list[PlacementTrial]:
             is_located = indices.locate(indices.operands[operand], placement) is not None
             if is_located and tensors[operand].shape[dim] % 4 and tensors[operand].shape[dim] > 1:
                 placements = [placement if place == operand else Replicate() for place in range(len(tensors))]
-                trials.append(try_placements(target, args, case.kwargs, placements, axis=axis, apply=apply, run=_run))
+                trials.append(try_placements(target, args, case.kwargs, placements, axis=axis, plan=plan))
     return trials
 
 
@@ -274,15 +259,12 @@ def test_a_mean_that_is_not_written_as_a_sum_is_refused() -> None:
         atomic=True,
     ).once()
 
-    def apply(gm: fx.GraphModule, context: SpmdContext) -> Any:
-        return plan.apply(gm, context=context)
-
     args = (torch.randn(4, 6, dtype=torch.float64), [1])
     with fake_mesh((2,), ("sp",)) as mesh:
-        given = {"axis": axis_of(mesh, "sp"), "run": _run}
-        assert try_placements(aten.mean.dim, args, {}, (Shard(0),), apply=apply, **given).error <= TOLERANCE
+        given = {"axis": axis_of(mesh, "sp"), "plan": plan}
+        assert try_placements(aten.mean.dim, args, {}, (Shard(0),), **given).error <= TOLERANCE
         with pytest.raises(RefusedError, match=r"over a sharded dimension .*; run reductions.mean_over_shards between"):
-            try_placements(aten.mean.dim, args, {}, (Shard(1),), apply=apply, **given)
+            try_placements(aten.mean.dim, args, {}, (Shard(1),), **given)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +282,7 @@ def test_equal_parts_of_a_dimension_may_each_be_sharded(target: Any, args: tuple
     x = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
     with fake_mesh((2,), ("tp",)) as mesh:
         axis = axis_of(mesh, "tp")
-        trial = try_placements(target, (x, *args), {}, (Shard(1, outer=3),), axis=axis, apply=_apply, run=_run)
+        trial = try_placements(target, (x, *args), {}, (Shard(1, outer=3),), axis=axis, plan=PLAN)
     assert trial.error <= TOLERANCE
     assert not trial.gathered
 
@@ -322,7 +304,7 @@ def test_what_is_added_to_zeros_may_be_sharded(add: Any) -> None:
     """Each rank adds what it has, and the results are summands; added to anything else, it is gathered."""
     args = f(6, 4), i(6, 10), f(10, 4)
     with fake_mesh((2,), ("sp",)) as mesh:
-        given = {"axis": axis_of(mesh, "sp"), "apply": _apply, "run": _run}
+        given = {"axis": axis_of(mesh, "sp"), "plan": PLAN}
         placements = (Replicate(), Shard(0), Shard(0))
         zeros = try_placements(lambda x, *rest: add(aten.zeros_like.default(x), *rest), args, {}, placements, **given)
         other = try_placements(add, args, {}, placements, **given)
@@ -338,7 +320,7 @@ def test_columns_of_a_table_of_bags_may_be_sharded(mode: int) -> None:
     args = f(7, 4), i(7, 9), torch.tensor([0, 2, 2, 5])
     with fake_mesh((2,), ("sp",)) as mesh:
         placements = (Shard(1), Replicate(), Replicate())
-        trial = try_placements(bags, args, {}, placements, axis=axis_of(mesh, "sp"), apply=_apply, run=_run)
+        trial = try_placements(bags, args, {}, placements, axis=axis_of(mesh, "sp"), plan=PLAN)
     assert not trial.gathered
     assert trial.error <= TOLERANCE
 

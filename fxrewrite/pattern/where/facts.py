@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxrewrite import ops
-from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.errors import RuleDefinitionError, first_line
 from fxrewrite.graph.sizes import is_always, is_same_size
 from fxrewrite.pattern.where.base import BaseConstraint, OneName, node_of, tensor_of
 
@@ -48,8 +48,8 @@ class Device(OneName):
             try:
                 torch.device(device)
             except RuntimeError as error:
-                first_line = str(error).partition("\n")[0]
-                raise RuleDefinitionError(f"device({self.name}): {device!r} is not a device: {first_line}") from error
+                why = first_line(error)
+                raise RuleDefinitionError(f"device({self.name}): {device!r} is not a device: {why}") from error
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         found = tensor_of(captures, self.name).device

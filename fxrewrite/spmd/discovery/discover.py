@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from fxrewrite import ops
+from fxrewrite.errors import named_line
+from fxrewrite.spmd.discovery.free_dims import OperatorCall
 from fxrewrite.spmd.discovery.propose import Proposal, place_text
 from fxrewrite.spmd.discovery.samples import SampleError, guesses
-from fxrewrite.spmd.discovery.slices import FoundIndex, Place, SliceTrial, drawn, find_indices, first_line
-from fxrewrite.spmd.discovery.trial import traced_call
+from fxrewrite.spmd.discovery.slices import FoundIndex, Place, SliceTrial, drawn, find_indices
 from fxrewrite.spmd.layouts.rule import LayoutRules, why_unknown
 
 
@@ -113,9 +114,9 @@ def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
         return None
     text = f"{rule.id}: {rule.says()}"
     try:
-        call, rule, indices = rules.of(traced_call(found.target, (), drawn(found.sample, 0)))
+        call, rule, indices = rules.of(OperatorCall(found.target, (), drawn(found.sample, 0)).traced())
     except RuntimeError as error:  # as where data decide how many entries a result has
-        return Comparison(text, unknown=f"it has no fake value: {first_line(error)}")
+        return Comparison(text, unknown=f"it has no fake value: {named_line(error)}")
     if indices is None:
         return Comparison(text, unknown=why_unknown(call, rule))
     sizes = {name: size for name, size in indices.sizes.items() if size != 1}
@@ -162,7 +163,7 @@ def _callable(target: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any]
                 refused = refused or error
                 continue
             except Exception as error:  # noqa: BLE001  # whatever it is, it is told
-                reason = first_line(error)
+                reason = named_line(error)
                 continue
             free = [index for index in find_indices(trial) if index.kind != "whole"] if len(samples) > 1 else []
             sizes = {size for shape in trial.shapes for size in shape}

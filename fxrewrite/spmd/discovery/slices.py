@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxrewrite import ops
+from fxrewrite.errors import named_line
 from fxrewrite.spmd.discovery.samples import SampleError, TensorSpec
 from fxrewrite.torch_versions import attention_that_checks_lengths
 
@@ -77,7 +78,7 @@ class SliceTrial:
         try:
             _, self.grads = self._with_grads(self.operands, {})
         except (RuntimeError, NotImplementedError) as error:
-            self.no_gradient = first_line(error)
+            self.no_gradient = named_line(error)
         again = self.run(self.operands, {})
         if not all(map(is_close, self.results, again)):
             raise SampleError(f"{ops.key(target)} gives other results when it is run again; slices cannot be compared")
@@ -126,7 +127,7 @@ class SliceTrial:
         try:
             parts = [self.run(*cut.given(self.operands, chunk)) for chunk in cut.chunks]
         except Exception as error:
-            raise NotIndependentError(f"does not run on a slice: {first_line(error)}") from error
+            raise NotIndependentError(f"does not run on a slice: {named_line(error)}") from error
         if any(len(results) != len(self.results) for results in parts):
             raise NotIndependentError("a slice gives another number of results")
         dims = [_cut_dim(whole, [results[place] for results in parts], cut) for place, whole in enumerate(self.results)]
@@ -352,7 +353,3 @@ def _by(found: torch.Tensor, whole: torch.Tensor) -> str:
     if found.shape != whole.shape or not ops.is_inexact(found):
         return ""
     return f", off by {(found - whole).abs().max().item():.2g}"
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -35,6 +35,7 @@ from fxrewrite.errors import (
     MatchExpectationError,
     RuleDefinitionError,
     did_you_mean,
+    first_line,
 )
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.inputs import input_name
@@ -42,14 +43,13 @@ from fxrewrite.graph.modules import matches_glob, module_names
 from fxrewrite.ops import is_parameter, tensors_of
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.parallelism.captured import captured_call
-from fxrewrite.spmd.parallelism.parallelism import Alternatives, Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parallelism import Alternatives, AnyPlan, Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.placement import Axis, MisstatedError
 from fxrewrite.spmd.price.choice import Chosen, choose
 from fxrewrite.spmd.price.price import Price
 from fxrewrite.spmd.price.program_price import program_price
 from fxrewrite.spmd.propagation.sites import Placed, Site
 
-AnyPlan: TypeAlias = "Parallelism | Parallelisms"
 Contexts: TypeAlias = "Callable[[], Mapping[str, SpmdContext]]"
 """Makes what a plan is applied with: a context for each axis, by its name."""
 _MOST = 32
@@ -255,7 +255,7 @@ class _Search:
         except _MISTAKES:
             raise
         except FxRewriteError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         price = program_price(program, {name: context.axis.size for name, context in contexts.items()})
         limits = [c.alternatives.most_held for c in self.choices if c.alternatives.most_held is not None]
         if limits and price.held > min(limits):

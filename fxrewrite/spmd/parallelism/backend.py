@@ -28,7 +28,7 @@ from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
 from fxrewrite.spmd.parallelism.captured import check_dense_gradients
 from fxrewrite.spmd.parallelism.comparisons import Comparison, RankComparisons
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan, check_axes
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
 from fxrewrite.spmd.parallelism.schedule.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
@@ -120,7 +120,7 @@ class SpmdBackend(RanksBackend[SpmdReport, _Program]):
 
     def __init__(
         self,
-        plan: Parallelism | Parallelisms,
+        plan: AnyPlan,
         *,
         mesh: DeviceMesh,
         inner: str | Callable[..., Any] = "inductor",

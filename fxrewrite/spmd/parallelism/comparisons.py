@@ -28,7 +28,7 @@ from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.operators.draws import draws_on_chunk
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.parallelism.arguments import Stated
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan, Parallelism
 from fxrewrite.spmd.placement import Axis, Replicate
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree, agree_along
@@ -63,7 +63,7 @@ class Comparison:
 class RankComparisons:
     """Of all programs of one backend. See the module."""
 
-    def __init__(self, plan: Parallelism | Parallelisms, mesh: DeviceMesh, timeout: float) -> None:
+    def __init__(self, plan: AnyPlan, mesh: DeviceMesh, timeout: float) -> None:
         self._plan, self._mesh, self._timeout = plan, mesh, timeout
         self._same: dict[str, SameProgram] = {}
         """By axis with own data."""

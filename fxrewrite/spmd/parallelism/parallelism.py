@@ -370,6 +370,8 @@ class Parallelisms:
         return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"])
 
 
+AnyPlan: TypeAlias = Parallelism | Parallelisms
+"""What may be stated of a model: one parallelism, or several joined by `|`."""
 _LISTS = ("rules", "placed", "lowered", "layouts", "expect")
 """Fields of a parallelism that are lists."""
 
@@ -379,7 +381,7 @@ def _joined(of: Sequence[Any], more: Sequence[Any]) -> tuple[Any, ...]:
     return (*of, *(one for one in more if not any(one is other for other in of)))
 
 
-def check_axes(plan: Parallelism | Parallelisms, mesh: Mapping[str, int] | DeviceMesh) -> None:
+def check_axes(plan: AnyPlan, mesh: Mapping[str, int] | DeviceMesh) -> None:
     """Raise FxRewriteError where the mesh lacks an axis of the plan, has them in another order, or is no mesh."""
     if not isinstance(plan, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise FxRewriteError(f"the plan is a {type(plan).__name__}; pass a Parallelism, or several, a | b")

@@ -45,7 +45,7 @@ from fxrewrite.spmd.parallelism.accumulate import (
 )
 from fxrewrite.spmd.parallelism.alternatives import require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, joining, stated_arguments
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan, Parallelism, check_axes
 from fxrewrite.spmd.parallelism.schedule.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, Zigzag, as_placement, local_shape
@@ -140,7 +140,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> M:
+def shard_parameters(model: M, plan: AnyPlan, mesh: DeviceMesh) -> M:
     """The same module, each parameter of which is a DTensor that holds what the plan says, in place.
 
     Of an axis that says nothing of a parameter, every rank holds it whole. Buffers stay as they are.
@@ -229,7 +229,7 @@ def _is_hooked(parameter: nn.Parameter) -> bool:
     return any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
-def check_buffers(model: nn.Module, plan: Parallelism | Parallelisms) -> None:
+def check_buffers(model: nn.Module, plan: AnyPlan) -> None:
     """Raise FxRewriteError if the plan states a buffer in shards, which `shard_parameters` leaves whole."""
     stated = [(member, site, placed) for member in plan.members for site, placed in member.place.items()]
     for member, site, placed in stated:

@@ -78,10 +78,10 @@ def operations(node: fx.Node, count: Count = size_hint) -> float:
     return 0.0 if declared is None else declared.operations(Call.of(node), count)
 
 
-def backward_operations(node: fx.Node, differentiated: Container[fx.Node], count: Count = size_hint) -> float:
+def backward_operations(node: fx.Node, differentiated: Container[fx.Node]) -> float:
     """Those of the backward pass, where gradients flow to the values that are `differentiated`."""
     declared = _PRODUCTS.get(key(node))
     times = 0.0 if declared is None else declared.backward
     if isinstance(times, tuple):
         times = sum(bind(node)[name] in differentiated for name in times)
-    return times * operations(node, count)
+    return times * operations(node)

@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrewrite.graph.differentiable import differentiated, passed, requires_gradient
+from fxrewrite.graph.differentiable import differentiated, is_recomputed, passed, requires_gradient
 from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.graph.walk import reached
@@ -85,8 +84,8 @@ class GradientFlow:
 
     def is_computed_again(self, node: fx.Node) -> bool:
         """Whether the backward pass reads what the value leads to, and computes it again as its tags say."""
-        leads_to = reached([node], lambda value: filter(_is_tagged, value.users))
-        return _is_tagged(node) and any(map(self._is_read, leads_to))
+        leads_to = reached([node], lambda value: filter(is_recomputed, value.users))
+        return is_recomputed(node) and any(map(self._is_read, leads_to))
 
     def _is_read(self, value: fx.Node) -> bool:
         return any(value in self._saved_by(reader) for reader in (value, *value.users) if reader in self.live)
@@ -104,15 +103,6 @@ def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:
         if node.op == "output" or node in live:
             live.update(operand for operand in _passed(node) if operand in through)
     return live
-
-
-def _is_tagged(node: fx.Node) -> bool:
-    """Whether the value is computed again for the backward pass, if that needs it."""
-    return node.meta.get("recompute") in _RECOMPUTED
-
-
-_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-"""Tags of what the backward pass computes again: AOTAutograd's partitioner takes both for orders."""
 
 
 def _passed(node: fx.Node) -> Collection[fx.Node]:

@@ -32,12 +32,11 @@ from fxrewrite.spmd.redistribute import redistribute, without_padding
 R = Replicate()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 """Operators whose result depends on the strides of their operand, and not on its values alone."""
-Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Placement]], AnyPlacement]"
-"""The preferred placement of a result that was computed replicated from sharded operands; its arguments are the node,
-that result, and the placements of the node's operands."""
+Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor], AnyPlacement]"
+"""The preferred placement of a result that was computed replicated from sharded operands, given its node and it."""
 
 
-def replicated_values(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Placement]) -> Placement:
+def replicated_values(node: fx.Node, value: torch.Tensor) -> Placement:
     """A result that was computed replicated stays replicated."""
     return R
 
@@ -121,9 +120,8 @@ class Propagation:
             return decision
         if node.target is redistribute:
             return decision  # its placement was stated
-        placed = {operand: self._shown(operand) for operand in operands_of(node)}
         shown = tuple(
-            as_placement(self._prefer(node, value, placed)) if isinstance(value, torch.Tensor) else R
+            as_placement(self._prefer(node, value)) if isinstance(value, torch.Tensor) else R
             for value in results_of(node)[: len(decision.shown)]
         )
         return replace(decision, shown=shown, preferred=any(placement != R for placement in shown))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, named_line
 from fxrewrite.spmd.group import axis_rank, global_ranks, is_fake, store_of
 from fxrewrite.spmd.placement import Axis
 
@@ -117,9 +117,8 @@ def compiling(axes: Sequence[Axis], timeout: float) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
         with suppress(FxRewriteError):  # other ranks raise it
-            agree_along((axis, f"could not compile: {type(error).__name__}: {first_line}", said) for axis in axes)
+            agree_along((axis, f"could not compile: {named_line(error)}", said) for axis in axes)
         raise
     agree_along((axis, "compiled", said) for axis in axes)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxrewrite.ops import bits_of
 from fxrewrite.spmd.group import process_group
 from fxrewrite.spmd.placement import Axis
 
@@ -33,7 +34,6 @@ _ROW = 1024
 """Entries of a row of a parameter of one dimension."""
 _EXACT = 2**52 - 1
 """The bits that a float64 number holds exactly."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def parameter_checksum(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]
     It is made of sums along each dimension, which take no memory, with the positions in them: rows in another order, or
     a transposed weight, give another number.
     """
-    return [_exact(_mixed_sums(p.detach().view(_BITS[p.element_size()]))) for p in parameters]
+    return [_exact(_mixed_sums(bits_of(p.detach()))) for p in parameters]
 
 
 def _mixed_sums(bits: torch.Tensor) -> torch.Tensor:

@@ -700,7 +700,7 @@ def test_transposes_elsewhere_stay() -> None:
 
 
 @pytest.mark.parametrize("rules", [ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED], ids=lambda rules: rules.name)
-def test_the_digest_is_stable(rules: RuleSet) -> None:
+def test_the_rules_have_a_digest(rules: RuleSet) -> None:
     assert rules.once().digest() is not None
 
 

@@ -23,15 +23,13 @@ from fxrewrite.spmd import (
     Parallelism,
     PropagatePlacements,
     Shard,
-    SpmdContext,
     axis_of,
     contexts,
     inputs,
     module_input,
     module_output,
-    try_placements,
 )
-from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
+from fxrewrite.testing import fake_mesh, run_on_ranks, simulate, try_placements
 from tests.rules.test_layouts import PLAN
 
 aten = torch.ops.aten
@@ -45,22 +43,11 @@ def collectives(gm: torch.fx.GraphModule) -> Counter[str]:
 
 def tried(target: Any, args: tuple[Any, ...], num_ranks: int, dim: int, **kwargs: Any) -> tuple[float, Counter[str]]:
     """The error of a call whose first operand is sharded, and what it sends forward; nothing is gathered."""
-    sent: list[Counter[str]] = []
-
-    def apply(gm: torch.fx.GraphModule, context: SpmdContext) -> Any:
-        report = PLAN.apply(gm, context=context)
-        sent.append(collectives(gm))
-        return report
-
-    def run(gm: torch.fx.GraphModule, given: Any, ranks: int) -> Any:
-        ran = run_on_ranks(gm, given, ranks, backward=0)
-        return ran.outputs, ran.gradients()
-
     placed = Shard(dim, uneven=args[0].shape[dim] % num_ranks != 0)
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        trial = try_placements(target, args, kwargs, [placed], axis=axis_of(mesh, "sp"), apply=apply, run=run)
+        trial = try_placements(target, args, kwargs, [placed], axis=axis_of(mesh, "sp"), plan=PLAN)
     assert not trial.gathered
-    return trial.error, sent[0]
+    return trial.error, collectives(trial.program)
 
 
 def numbers(*shape: int, mean: float = 0.0) -> torch.Tensor:
@@ -181,21 +168,11 @@ def test_what_the_parts_do_not_know_is_gathered(target: Any, args: tuple[Any, ..
 def test_only_what_is_gathered_of_the_first_operand_runs_in_parts() -> None:
     """Rows of a layer norm are independent, and its weight is gathered."""
     x, weight = numbers(4, 6), numbers(6)
-    programs: list[torch.fx.GraphModule] = []
-
-    def apply(gm: torch.fx.GraphModule, context: SpmdContext) -> Any:
-        programs.append(gm)
-        return PLAN.apply(gm, context=context)
-
-    def run(gm: torch.fx.GraphModule, given: Any, ranks: int) -> Any:
-        ran = run_on_ranks(gm, given, ranks, backward=0)
-        return ran.outputs, ran.gradients()
-
     with fake_mesh((2,), ("sp",)) as mesh:
-        how: Any = {"axis": axis_of(mesh, "sp"), "apply": apply, "run": run}
-        trial = try_placements(aten.layer_norm.default, (x, [6], weight), {}, [Shard(0), Shard(0)], **how)
+        call = aten.layer_norm.default, (x, [6], weight), {}
+        trial = try_placements(*call, [Shard(0), Shard(0)], axis=axis_of(mesh, "sp"), plan=PLAN)
     assert trial.error < 1e-12
-    assert "aten::layer_norm" in map(key, programs[0].graph.nodes)
+    assert "aten::layer_norm" in map(key, trial.program.graph.nodes)
 
 
 class Net(nn.Module):
@@ -284,9 +261,8 @@ def test_parts_that_raise_or_give_another_shape_are_errors_of_the_rule() -> None
     ]:
         rules = LayoutRules([LayoutRule("mine.prod", ("aten::prod",), "a !b -> a", parts={"aten::prod": function})])
         plan = RuleSet("mine", PropagatePlacements("layouts", rules)).once()
-        how: Any = {"apply": lambda gm, context, plan=plan: plan.apply(gm, context=context), "run": None}
         with fake_mesh((2,), ("sp",)) as mesh, pytest.raises(RuleDefinitionError, match=said):
-            try_placements(aten.prod.dim_int, (numbers(4, 6), 1), {}, [Shard(1)], axis=axis_of(mesh, "sp"), **how)
+            try_placements(aten.prod.dim_int, (numbers(4, 6), 1), {}, [Shard(1)], axis=axis_of(mesh, "sp"), plan=plan)
     with pytest.raises(RuleDefinitionError, match=r"mine\.prod: parts of aten::sum, which is none of its operators"):
         LayoutRule("mine.prod", ("aten::prod",), "a !b -> a", parts={"aten::sum": halve})
 

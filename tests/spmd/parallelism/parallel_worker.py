@@ -94,6 +94,16 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradients of the parameters that have one."""
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an entry, over the largest entry that is expected."""
+    return largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))
+
+
 def memory(values: Iterable[torch.Tensor]) -> int:
     """Bytes that the allocator holds for these, of DTensors their shards; what two of them share is counted once."""
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
@@ -195,10 +205,8 @@ def in_parts(mesh: DeviceMesh, breaks: Any = "gather") -> dict[str, Any]:
     chunk = x.chunk(2)[mesh.get_local_rank("dp")].chunk(2, 1)[mesh.get_local_rank("tp")]
     torch.compile(model, backend=backend)(chunk).backward()
     one(x).backward()
-    found = {name: whole(value.grad) for name, value in model.named_parameters()}
-    expected = {name: value.grad for name, value in one.named_parameters()}
     assert len(backend.reports) > 1
-    off = largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))
+    off = relative(gradients_of(model), gradients_of(one))
     return {"parameters": off, "borders": [str(e) for r in backend.reports for e in r.events_of(AtBorder)]}
 
 
@@ -252,7 +260,7 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
         assert len(backend.reports) == 2, "a program for each branch"
         for parameter in model.parameters():
             assert parameter.grad is None or parameter.grad.placements == parameter.placements
-        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        return gradients_of(model)
 
     found = gradients(once=True)
     if dtype == torch.bfloat16:
@@ -261,9 +269,9 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
         for i, x in [*enumerate(whole_batches)] * 2:
             one(x, is_short=i > 0).backward()
             penalty(one).backward()
-        expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+        expected = gradients_of(one)
     assert len(expected) == sum(p.requires_grad for p in one.parameters())
-    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+    return {"parameters": relative(found, expected)}
 
 
 def of_other_sizes(plan: Parallelism, mesh: DeviceMesh) -> dict[str, float]:
@@ -280,9 +288,7 @@ def of_other_sizes(plan: Parallelism, mesh: DeviceMesh) -> dict[str, float]:
                 step(batches[0])
         torch.stack([one(x) for x in batches]).mean().backward()
     torch._dynamo.reset()
-    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
-    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+    return {"parameters": relative(gradients_of(model), gradients_of(one))}
 
 
 def of_other_parameters(mesh: DeviceMesh) -> list[str]:
@@ -471,8 +477,7 @@ def in_other_orders(mesh: DeviceMesh) -> dict[str, float]:
     torch.compile(model, backend=backend)(x).backward()
     backend.check_ranks()
     one(x).backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters()}
-    return {"parameters": largest(found, {name: p.grad for name, p in one.named_parameters()})}
+    return {"parameters": largest(gradients_of(model), gradients_of(one))}
 
 
 class Summed(nn.Module):
@@ -502,7 +507,7 @@ def of_own_data_in_other_orders(mesh: DeviceMesh) -> dict[str, float]:
     rank, x = mesh.get_local_rank("dp"), torch.arange(24.0).double().sin().reshape(4, 6)
     one = Summed("abcd").double()
     one(x).backward()
-    expected, found = {name: p.grad for name, p in one.named_parameters()}, dict[str, float]()
+    expected, found = gradients_of(one), dict[str, float]()
     for name, plan in (("ZeRO-3", ZERO3), ("data", DATA)):
         for order in ("badc", "acbd"):
             torch._dynamo.reset()
@@ -513,8 +518,7 @@ def of_own_data_in_other_orders(mesh: DeviceMesh) -> dict[str, float]:
             except BackendCompilerFailed as error:
                 found[f"{name}, {order}"] = float("and in the same order" not in str(error) or order == "badc")
                 continue
-            others = {n: whole(p.grad) for n, p in model.named_parameters()}
-            found[f"{name}, {order}"] = float(order == "acbd") + largest(others, expected)
+            found[f"{name}, {order}"] = float(order == "acbd") + largest(gradients_of(model), expected)
     assert max(found.values()) < 1e-12, found
     return {"parameters": max(found.values())}
 
@@ -533,9 +537,7 @@ def with_logits(mesh: DeviceMesh) -> dict[str, float]:
         penalties = found.logits.logsumexp(-1).square().mean() + found.logits[:, -1].tanh().sum()
         (found.loss + 0.3 * penalties).backward()
     torch._dynamo.reset()
-    found = {name: whole(p.grad) for name, p in model.named_parameters()}
-    expected = {name: p.grad for name, p in one.named_parameters()}
-    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+    return {"parameters": relative(gradients_of(model), gradients_of(one))}
 
 
 def of_eight(folder: Path) -> dict[str, Any]:
