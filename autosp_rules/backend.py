@@ -137,10 +137,12 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
 
         A part that a model calls several times, as for each of its weights, says nothing of those that come later.
         """
+        if any(report.tokens_per_rank for report in self.reports):
+            return
         calls = Counter[int | None]()
         for program in self._programs:
             calls[program.function] += program.calls
-        if min(calls.values()) > 1 and not any(report.tokens_per_rank for report in self.reports):
+        if min(calls.values()) > 1:
             raise NoSequenceError.of(
                 f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
                 hint=NO_SEQUENCE_HINT,

@@ -61,7 +61,9 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             results = list(forward.call(list(given)))
             first, at, saved = live.peak, live.at, live.held
             if backward is None:
-                return StepMemory(0, first, 0, saved, 0, at, live.unknown)
+                return StepMemory(
+                    given=0, forward=first, backward=0, saved=saved, gradients=0, at=at, unknown=live.unknown
+                )
             held = dict(zip(forward.reads, given, strict=True))
             held |= {name: x for name, x in zip(forward.returns, results, strict=True) if name is not None}
             live.restart()
@@ -76,8 +78,15 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             last, last_at = live.peak, live.at
     held_at_end = {storage_key(t): t.untyped_storage().nbytes() for t in gradients if isinstance(t, torch.Tensor)}
     del of_caller
-    at = at if first > last else last_at
-    return StepMemory(0, first, last, saved, sum(held_at_end.values()), at, live.unknown)
+    return StepMemory(
+        given=0,
+        forward=first,
+        backward=last,
+        saved=saved,
+        gradients=sum(held_at_end.values()),
+        at=at if first > last else last_at,
+        unknown=live.unknown,
+    )
 
 
 def _generated(

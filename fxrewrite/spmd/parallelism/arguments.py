@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.modules import matches_glob
 from fxrewrite.ops import is_parameter
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan
 from fxrewrite.spmd.placement import Shard, Zigzag, as_placement
 
 Stated: TypeAlias = "tuple[tuple[str, str, int, int], ...]"
@@ -49,7 +49,7 @@ def joined(chunk: torch.Tensor, name: str, stated: str) -> torch.Tensor:
     return made.requires_grad_(chunk.requires_grad)
 
 
-def stated_arguments(plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> Stated:
+def stated_arguments(plan: AnyPlan, mesh: DeviceMesh) -> Stated:
     """What the plan states of arguments that ranks hold in chunks."""
     found: list[tuple[str, str, int, int]] = []
     for member in plan.members:

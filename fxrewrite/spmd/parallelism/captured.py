@@ -16,7 +16,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph import source_line
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
+from fxrewrite.spmd.parallelism.parallelism import AnyPlan
 
 _EMBEDDINGS = ("aten::embedding", "aten::embedding_bag")
 
@@ -58,9 +58,7 @@ def _name_as_the_model(gm: fx.GraphModule, model: nn.Module) -> None:
             placeholder.meta["argument"] = name
 
 
-def captured_call(
-    model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int]
-) -> CapturedCall:
+def captured_call(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: Mapping[str, int]) -> CapturedCall:
     """The graph of `model(**inputs)` as a rank of the mesh calls it, which has a part of what own data are cut into.
 
     Raises:

@@ -103,7 +103,8 @@ def write_parts(edit: Edit, node: fx.Node, rule: LayoutRule) -> bool:
     """Replaces a call by the parts that its layout rule says it has, and says whether the rule knows these of it.
 
     Raises:
-        RuleDefinitionError: the rule's function raised, or gave other shapes or dtypes than the call has.
+        RuleDefinitionError: the rule's function raised, gave other shapes or dtypes than the call has, or parts that
+            the rule would write in parts again, without end.
     """
     where = f"layout rule {rule.id}: its parts of {key(node)} at %{node.name}"
     operands, called = _of_operands(lambda **given: rule.parts[key(node)](given), (), bind(node))
@@ -113,6 +114,9 @@ def write_parts(edit: Edit, node: fx.Node, rule: LayoutRule) -> bool:
         return False
     except Exception as error:
         raise RuleDefinitionError(f"{where} raised {type(error).__name__}: {error}") from error
+    again = next((key(part) for part in body.graph.nodes if part.op == "call_function" and key(part) in rule.parts), "")
+    if again:
+        raise RuleDefinitionError(f"{where} have {again}, which the rule writes in parts itself")
     results = pytree.tree_leaves(body.graph.output_node().args[0])
     expected, found = tensors_of(node), [value(result) for result in results if isinstance(result, fx.Node)]
     if len(expected) != len(found) or not all(map(_looks_as, found, expected)):

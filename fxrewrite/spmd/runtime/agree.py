@@ -126,20 +126,22 @@ def compiling(axes: Sequence[Axis], timeout: float) -> Generator[None]:
 class SizesOfCalls:
     """Shows the other ranks of an axis with which sizes this one makes each call of a program for many sizes.
 
-    Nobody waits for what is shown, which costs one message to the store. A rank reads what the others show where its
-    own sizes are new: where ranks part, at least one sees it before the program runs, and raises. Those whose sizes are
-    as before wait in a collective, until their launcher ends them, as torchrun does at the first error of a rank.
+    Nobody waits for what is shown, which costs one message to the store. A rank whose sizes are new reads those of the
+    next one on the axis. Where ranks part, one of them is new and has a next one with other sizes: it raises before the
+    program runs. Those whose sizes are as before wait in a collective, until their launcher ends them, as torchrun does
+    at the first error of a rank.
 
     Args:
         axis: of the ranks.
-        timeout: how long to wait for the slowest rank to make the call, in seconds.
+        timeout: how long to wait for the next rank to make the call, in seconds.
         hint: what to do where they differ.
     """
 
     def __init__(self, axis: Axis, timeout: float, hint: str) -> None:
         self._axis, self._timeout, self._hint = axis, timeout, hint
         self._last = ""
-        if is_fake(axis):
+        self._is_alone = is_fake(axis)
+        if self._is_alone:
             return
         self._store, self._ranks, self._rank = store_of(axis), global_ranks(axis), axis_rank(axis.group)
         place = ("sizes", axis.name, *map(str, self._ranks))
@@ -150,19 +152,21 @@ class SizesOfCalls:
         """Shows the sizes of this call, which every rank counts alike, and compares them where they are new here.
 
         Raises:
-            FxRewriteError: another rank makes this call with other sizes, or not within the timeout.
+            FxRewriteError: the next rank makes this call with other sizes, or not within the timeout.
         """
-        if is_fake(self._axis):
+        if self._is_alone:
             return
         self._store.set(self._key(call, self._rank), f"{call} {sizes}")
         is_new, self._last = sizes != self._last, sizes
-        for other in range(self._axis.size) if is_new and call > 1 else ():
-            theirs = self._shown(call, other)
-            if theirs != sizes:
-                raise FxRewriteError(
-                    f"axis {self._axis.name}: rank {self._ranks[self._rank]} and rank {self._ranks[other]} make call "
-                    f"{call} of a program with other sizes: {sizes} here, {theirs} there; {self._hint}"
-                )
+        if not is_new or call == 1:  # which is compared as a whole
+            return
+        other = (self._rank + 1) % self._axis.size
+        theirs = self._shown(call, other)
+        if theirs != sizes:
+            raise FxRewriteError(
+                f"axis {self._axis.name}: rank {self._ranks[self._rank]} and rank {self._ranks[other]} make call "
+                f"{call} of a program with other sizes: {sizes} here, {theirs} there; {self._hint}"
+            )
 
     def _key(self, call: int, rank: int) -> str:
         """Keys are used again, so that the store does not grow; a rank is not so many calls ahead of another."""

@@ -139,7 +139,9 @@ class RankChecks:
         self._names = [names[i] for i in self._order]
         self._is_parameter = [is_parameter(placeholders[i]) for i in self._order]
         is_for_many = any(isinstance(fake_value(node), torch.SymInt) for node in placeholders)
-        self._sizes = SizesOfCalls(axis, timeout, advice.inputs) if is_for_many and same is None else None
+        self._sizes: SizesOfCalls | None = None
+        if is_for_many and every_call and same is None:
+            self._sizes = SizesOfCalls(axis, max(timeout, _SECONDS), advice.inputs)  # one may save a checkpoint before
         self._drawn = drawn
         self._devices = sorted({_device_of(node) for node in drawn}, key=str)
         self._calls = 0

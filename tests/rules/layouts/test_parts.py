@@ -252,12 +252,16 @@ def test_parts_that_raise_or_give_another_shape_are_errors_of_the_rule() -> None
     def fail(args: Any) -> Any:
         return args["nothing"]
 
+    def repeat(args: Any) -> Any:
+        return args["self"].abs().prod(1)
+
     for function, said in [
         (
             halve,
             r"layout rule mine.prod: its parts of aten::prod at %prod.* give torch.float64 \[4, 1\], and the call",
         ),
         (fail, r"its parts of aten::prod at %prod.* raised KeyError: 'nothing'"),
+        (repeat, r"its parts of aten::prod at %prod.* have aten::prod, which the rule writes in parts itself"),
     ]:
         rules = LayoutRules([LayoutRule("mine.prod", ("aten::prod",), "a !b -> a", parts={"aten::prod": function})])
         plan = RuleSet("mine", PropagatePlacements("layouts", rules)).once()
