@@ -2,7 +2,7 @@
 
 from autosp_rules.attention.choose import AttentionRuns
 from autosp_rules.attention.skip import AttentionSkipped
-from autosp_rules.attention.written_out import AttentionWrittenOut
+from autosp_rules.attention.written_out import AttentionWrittenOut, FlexAttentionLeft
 from autosp_rules.masks import FlexHoldsScores, MaskedAttention
 from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
@@ -30,6 +30,7 @@ __all__ = [
     "AttentionWrittenOut",
     "Checkpointed",
     "Drawn",
+    "FlexAttentionLeft",
     "FlexHoldsScores",
     "Gathered",
     "LeftAlone",

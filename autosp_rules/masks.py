@@ -14,7 +14,7 @@ from fxrewrite.graph import product, size_hint, source_line
 from fxrewrite.ops import bind, fake_value
 from fxrewrite.spmd import Size
 from rules.attention.by_rows import ATTENTION_BY_ROWS, why_not_by_rows
-from rules.attention.flex import MaskKernel, why_not_flex
+from rules.attention.flex import MaskKernel, is_lowered, why_not_flex
 from rules.attention.flex_operator import FLEX_ATTENTION
 from rules.attention.operator import ATTEND, is_sdpa
 from rules.masks.kinds import kind_of
@@ -88,7 +88,7 @@ class DescribeMasks:
             where = {"num_calls": 1 + len(more), "first": first.name, "source": source_line(first)}
             report.events.append(event.model_copy(update=where))
         flex = next((node for node in found if node.target is FLEX_ATTENTION), None)
-        if flex is not None and self._kernel != "rows":  # else it is the model's own
+        if flex is not None:
             self._check_flex(flex, report)
         return 0
 
@@ -107,7 +107,7 @@ class DescribeMasks:
 
     def _event(self, node: fx.Node) -> MaskedAttention | None:
         """Of this call alone, equal for calls that are told together; None where no mask is left."""
-        if node.target in (ATTENTION_BY_ROWS, FLEX_ATTENTION):
+        if node.target is ATTENTION_BY_ROWS or (node.target is FLEX_ATTENTION and is_lowered(node)):
             mask = str(kind_of(node) or "an expression of rows and columns")
             if node.target is FLEX_ATTENTION:
                 return MaskedAttention(num_calls=1, computed="flex", mask=mask)

@@ -1,7 +1,9 @@
-"""Attention that a model writes out, and that no rule made one operator, is reported: its scores are held.
+"""Attention that no rule made the one operator is reported: what a model writes out, and its calls of flex attention.
 
-Such attention is exact, and is sharded by heads or rows as its operators are, but no strategy is chosen for it, and the
-backward pass reads S x S scores. The report says which condition of the fusions in `rules.attention.composite` failed.
+Attention that is written out is exact, and is sharded by heads or rows as its operators are, but no strategy is chosen
+for it, and the backward pass reads S x S scores. The report says which condition of the fusions in
+`rules.attention.composite` failed. A call of flex attention that stays one runs whole on every rank; the report says
+why `rules.attention.from_flex` left it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from fxrewrite import Edit, Event, Report, Rule
 from fxrewrite.graph import product, reached, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key, value
 from fxrewrite.spmd import Size
+from rules.attention.flex_operator import FLEX_ATTENTION
+from rules.attention.from_flex import why_not_raised
 
 _SOFTMAX = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax"}
 _PRODUCTS = {"aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum"}
@@ -46,8 +50,23 @@ class AttentionWrittenOut(Event, frozen=True):
         return f"attention: {left}; {held}; the first is {where}"
 
 
+class FlexAttentionLeft(Event, frozen=True):
+    """Calls of torch's flex attention, of the model, run whole on every rank."""
+
+    kind: Literal["flex attention left"] = "flex attention left"
+    num_calls: int
+    why: str = Field(description="what is not a mask or a bias in the call")
+    first: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f"%{self.first} {self.source}".rstrip()
+        left = f"{self.num_calls} x flex_attention of the model, which runs whole on every rank: {self.why}"
+        return f"attention: {left}; the first is {where}"
+
+
 class FindWrittenOut:
-    """A step that reports attention which the rules given left in separate operators."""
+    """A step that reports attention which the rules given left in separate operators, or in flex attention."""
 
     name = "find_written_out"
 
@@ -67,6 +86,13 @@ class FindWrittenOut:
             event = AttentionWrittenOut(num_calls=len(calls), why=self._why(weighted), num_bytes=num_bytes)
             where = {"first": first.name, "source": source_line(first), "asked": self._asked}
             report.events.append(event.model_copy(update=where | {"is_bent": "aten::tanh" in between}))
+        left: dict[str, list[fx.Node]] = {}
+        for node in edit.nodes():
+            if node.target is FLEX_ATTENTION:
+                left.setdefault(why_not_raised(node), []).append(node)
+        for why, calls in left.items():
+            where = {"first": calls[0].name, "source": source_line(calls[0])}
+            report.events.append(FlexAttentionLeft(num_calls=len(calls), why=why, **where))
         return 0
 
     def text(self) -> str:

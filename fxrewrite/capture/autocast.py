@@ -102,12 +102,17 @@ class Casting(Running):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the operator's autocast kernel if it has one; decomposes it if an operator inside has one."""
-        if isinstance(target, HigherOrderOperator) and casting() != self._outside:
-            refuse(
-                f"the higher-order op {target.name()} in an autocast region has no normal form",
-                node=self.current,
-                hint="compile the model within torch.autocast, not with a region of it inside",
-            )
+        if isinstance(target, HigherOrderOperator):
+            if casting() != self._outside:
+                refuse(
+                    f"the higher-order op {target.name()} in an autocast region has no normal form",
+                    node=self.current,
+                    hint="compile the model within torch.autocast, not with a region of it inside",
+                )
+            kinds = {tensor.device.type for tensor in tensors_in((args, kwargs))}.intersection(casting())
+            kernel = next((target.py_kernels[key] for key in map(_KEYS.get, kinds) if key in target.py_kernels), None)
+            if kernel is not None:
+                return kernel(*args, **kwargs)
         if isinstance(target, OpOverload) and (enabled := casting()):
             kind = next((kind for kind in enabled if _has_kernel(target, kind, args, kwargs)), None)
             if kind is not None:

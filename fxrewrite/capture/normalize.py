@@ -40,6 +40,8 @@ _NORMAL = "fxrewrite_normal"
 """Metadata key of a module that is in normal form; rules keep it so, because they write ATen."""
 _checkpoint_ids = itertools.count(1)
 
+_FLEX = torch.ops.higher_order.flex_attention
+"""Stays one call, as no operators of ATen are its fused kernel; its score and mask functions become ATen."""
 _INVOKE = torch.ops.higher_order.invoke_subgraph
 _WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
     torch.ops.higher_order.wrap: nullcontext,
@@ -55,7 +57,6 @@ _DATA = "_get_data_attr"
 _NO_HIGHER_ORDER_OP = {
     "register_hook": "it calls a hook on a gradient inside of the compiled function: register it on a parameter, or on "
     "what the compiled function returns",
-    "flex_attention": "its score and mask functions index whole keys and values; use attn_implementation='sdpa'",
 }
 _ANY_HIGHER_ORDER_OP = "rewrite the model without it, or put torch.compiler.disable on the function that calls it"
 
@@ -70,7 +71,7 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
     Raises:
         RefusedError: the graph has a higher-order op that is neither a plain activation checkpoint nor a custom
-            autograd function, or it is lowered over a mesh axis and was traced by others since.
+            autograd function nor flex attention, or it is lowered over a mesh axis and was traced by others since.
     """
     if gm.meta.get(_NORMAL):
         return copy_module(gm)
@@ -198,7 +199,7 @@ class _Inliner(Once):
             return args[0].detach()
         if target is APPLY:
             return self.bodies.call({**self.current.meta, **self.tags}, args, kwargs)
-        if isinstance(target, HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator) and target is not _FLEX:
             name = target.name()
             refuse(
                 f"the higher-order op {name} is not supported",

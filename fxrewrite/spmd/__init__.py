@@ -86,6 +86,7 @@ from fxrewrite.spmd.operators.shared_nodes import (
     size_nodes as size_nodes,
     size_proxy as size_proxy,
 )
+from fxrewrite.spmd.operators.traced import traced as traced
 from fxrewrite.spmd.parallelism.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
 from fxrewrite.spmd.parallelism.alternatives import choose_alternatives as choose_alternatives
 from fxrewrite.spmd.parallelism.backend import SpmdBackend as SpmdBackend, spmd as spmd

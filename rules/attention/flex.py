@@ -48,6 +48,12 @@ _WIDEST_IN_LITTLE, _SHARED_OF_WIDE = 128, 114_688
 block; torch, _inductor/template_heuristics/triton.py."""
 _NARROWEST = 16
 """Smallest head dimension (elements) for which torch's flex attention has CUDA kernels."""
+_RULE = "masks.attend_by_flex"
+
+
+def is_lowered(flex: fx.Node) -> bool:
+    """Whether a call of flex attention is what the rule of this file made, and not one of the model."""
+    return _RULE in flex.meta.get("fxrewrite", ())
 
 
 def why_not_flex(by_rows: fx.Node) -> str:
@@ -119,7 +125,7 @@ def flex_rules(kernel: MaskKernel) -> RuleSet:
     numbers = (cap("scale", "literal"), cap("softcap", "literal"))
     by_rows: Any = op(ATTENTION_BY_ROWS, *operands, *numbers, cap("sinks", "optional"), None)
     flex = Rule(
-        "masks.attend_by_flex",
+        _RULE,
         Pattern((op(operator.getitem, by_rows, 0),), () if kernel == "flex" else (_has_kernel, _goes_by_flex)),
         _by_flex,
         numerics="reassociates",

@@ -13,11 +13,12 @@ Source: PyTorch, torch/_higher_order_ops/flex_attention.py, torch/nn/attention/f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import fx
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from fxrewrite.ops import declare_pure, key
+from fxrewrite.ops import declare_pure, held, key
 from fxrewrite.torch_versions import order_of_writes
 from rules.attention.flops import declare_attention
 from rules.masks.tiles import TILE
@@ -26,6 +27,41 @@ FLEX_ATTENTION: Any = declare_pure(flex_attention)
 declare_attention(key(FLEX_ATTENTION))
 _ORDER_OF_WRITES = order_of_writes()
 """The part of torch's BlockMask that only the deterministic backward pass of another backend reads."""
+_NO_BLOCKS = 1 << 30
+"""Rows, and columns, of the one block of a call without a block mask."""
+
+
+class FlexCall(NamedTuple):
+    """The arguments of a call that a model makes, as Dynamo writes them.
+
+    Attributes:
+        q, k, v: queries, keys and values.
+        score_body, mask_body: subgraphs of ATen operators.
+        has_blocks: whether the call has a block mask.
+        scale: factor of the scores: a number, or a node.
+        score_leaves, mask_leaves: what the subgraphs read beside indices.
+    """
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    score_body: fx.GraphModule
+    mask_body: fx.GraphModule
+    has_blocks: bool
+    scale: Any
+    score_leaves: tuple[Any, ...]
+    mask_leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> FlexCall:
+        """Reads a call of `FLEX_ATTENTION` in a graph that belongs to a module."""
+        q, k, v, score_mod, block_mask, scale, _, *leaves = node.args
+        owner: Any = node.graph.owning_module
+        *_, rows, columns, mask_mod = block_mask  # pyright: ignore[reportGeneralTypeIssues]
+        bodies = [held(owner, body) for body in (score_mod, mask_mod)]
+        score_leaves, mask_leaves = leaves or ((), ())
+        has_blocks = (rows, columns) != (_NO_BLOCKS, _NO_BLOCKS)
+        return cls(q, k, v, *bodies, has_blocks, scale, tuple(score_leaves), tuple(mask_leaves))  # pyright: ignore[reportArgumentType]
 
 
 def flex_arguments(

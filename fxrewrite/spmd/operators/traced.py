@@ -1,0 +1,47 @@
+"""Writes what a Python function does to values, such as one under torch.vmap, as operators of a replacement.
+
+traced(match, lambda x: torch.vmap(f)(x), x)   ->   the operators that torch.vmap makes of f, on x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from fxrewrite.match import Match
+from fxrewrite.ops import fake_value, value
+from fxrewrite.spmd.operators.shared_nodes import size_proxy
+
+
+def traced(match: Match, function: Callable[..., Any], *operands: fx.Node) -> Any:
+    """In a replacement, makes the operators that a function of tensors runs, below autograd; returns its result.
+
+    Sizes that the function reads are computed from the inputs of the graph.
+
+    Args:
+        match: whose replacement runs.
+        function: of the fake values of the operands; gives a tensor, or several.
+        operands: nodes of the graph.
+
+    Raises:
+        RefusedError: an operand has no fake value.
+    """
+    with torch.no_grad():
+        body = make_fx(function, tracing_mode="fake")(*map(fake_value, operands))
+    made: dict[fx.Node, Any] = {}
+    given = iter(operands)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            made[node] = match.proxy(next(given))
+        elif isinstance(value(node), torch.SymInt):
+            made[node] = size_proxy(match, value(node))
+        elif node.op == "call_function":
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), made.__getitem__)  # pyright: ignore[reportArgumentType]
+            made[node] = match.call(node.target, *args, **kwargs)
+    return pytree.tree_map_only(fx.Node, made.__getitem__, body.graph.output_node().args[0])
