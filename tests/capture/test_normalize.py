@@ -293,13 +293,21 @@ def test_each_checkpoint_has_its_own_region() -> None:
     assert len({node.meta["ac_graph_id"] for node in linears}) == 2
 
 
-def test_flex_attention_is_refused_with_the_setting_that_helps() -> None:
+def test_flex_attention_stays_one_call() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     class Flex(nn.Module):
-        def forward(self, q: torch.Tensor) -> Any:
-            return flex_attention(q, q, q)
+        def forward(self, q: torch.Tensor, slopes: torch.Tensor) -> Any:
+            def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                return s + slopes[h] * (i - j)
 
-    q = torch.ones(1, 2, 16, 8)
-    with pytest.raises(Exception, match=r"flex_attention is not supported.*attn_implementation='sdpa'"):
-        compile_and_keep(Flex(), q)
+            return checkpoint(lambda q: flex_attention(q * 2, q, q, score), q, use_reentrant=False)
+
+    q, slopes = torch.rand(1, 2, 16, 8), torch.rand(2)
+    _, normal, inputs = compile_and_keep(Flex(), q, slopes)
+    (call,) = normal.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+    score = normal.get_submodule(str(call.args[3]))
+    assert all(isinstance(node.target, torch._ops.OpOverload) for node in score.graph.nodes if "call" in node.op)
+    assert "recompute" in call.meta
+    bias = slopes[:, None, None] * (torch.arange(16)[:, None] - torch.arange(16))
+    torch.testing.assert_close(normal(*inputs)[0], F.scaled_dot_product_attention(q * 2, q, q, bias[None]))
