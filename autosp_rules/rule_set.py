@@ -123,7 +123,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         *((staged(DropLogits(), precedes=(CANONICAL,)),) if config.logits == "drop" else ()),
         RuleSet(
             "canonicalize",
-            *(RAISE_FLEX, NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED),
+            *(NORMAL_FORMS, RAISE_FLEX, LOSSES, ATTENTION_UNBIASED),
             *_own_rules(config),
             *(MASKS, RAISE_ATTENTION, SHARE_HEADS, DecomposeUnknown("decompose_unknown", layouts), DeadCode()),
             gives=(CANONICAL,),

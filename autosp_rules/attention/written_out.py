@@ -21,11 +21,12 @@ from fxrewrite.graph import product, reached, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key, value
 from fxrewrite.spmd import Size
 from rules.attention.flex_operator import FLEX_ATTENTION
-from rules.attention.from_flex import why_not_raised
+from rules.attention.from_flex import RAISE_FLEX, why_not_raised
 
 _SOFTMAX = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax"}
 _PRODUCTS = {"aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum"}
 """Products of activations: a linear layer has a weight."""
+_RAISES = {rule.id for rule in RAISE_FLEX.rules()}
 
 
 class AttentionWrittenOut(Event, frozen=True):
@@ -86,10 +87,12 @@ class FindWrittenOut:
             event = AttentionWrittenOut(num_calls=len(calls), why=self._why(weighted), num_bytes=num_bytes)
             where = {"first": first.name, "source": source_line(first), "asked": self._asked}
             report.events.append(event.model_copy(update=where | {"is_bent": "aten::tanh" in between}))
+        refused = {refusal.node: refusal.reason for refusal in report.refusals if refusal.rule in _RAISES}
         left: dict[str, list[fx.Node]] = {}
         for node in edit.nodes():
             if node.target is FLEX_ATTENTION:
-                left.setdefault(why_not_raised(node), []).append(node)
+                why = why_not_raised(node) or next((refused[u.name] for u in node.users if u.name in refused), "")
+                left.setdefault(why, []).append(node)
         for why, calls in left.items():
             where = {"first": calls[0].name, "source": source_line(calls[0])}
             report.events.append(FlexAttentionLeft(num_calls=len(calls), why=why, **where))

@@ -5,7 +5,7 @@ traced(match, lambda x: torch.vmap(f)(x), x)   ->   the operators that torch.vma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,18 @@ from torch.utils import _pytree as pytree
 from fxrewrite.match import Match
 from fxrewrite.ops import fake_value, value
 from fxrewrite.spmd.operators.shared_nodes import size_proxy
+
+aten = torch.ops.aten
+_RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+"""A chunk need not be contiguous, as the whole value was."""
+
+
+def operators_of(function: Callable[..., Any], values: Sequence[Any], *, pre_dispatch: bool) -> fx.GraphModule:
+    """What a function of these fake values runs, as operators for chunks; `pre_dispatch`, as above autograd."""
+    body = make_fx(function, tracing_mode="fake", pre_dispatch=pre_dispatch)(*values)
+    for node in body.graph.nodes:
+        node.target = _RESHAPES.get(node.target, node.target)
+    return body
 
 
 def traced(match: Match, function: Callable[..., Any], *operands: fx.Node) -> Any:
@@ -33,7 +45,7 @@ def traced(match: Match, function: Callable[..., Any], *operands: fx.Node) -> An
         RefusedError: an operand has no fake value.
     """
     with torch.no_grad():
-        body = make_fx(function, tracing_mode="fake")(*map(fake_value, operands))
+        body = operators_of(function, [fake_value(operand) for operand in operands], pre_dispatch=False)
     made: dict[fx.Node, Any] = {}
     given = iter(operands)
     for node in body.graph.nodes:

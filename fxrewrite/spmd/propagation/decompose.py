@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -32,15 +31,13 @@ from fxrewrite.ops import bind, is_random, key, tensors_of, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
+from fxrewrite.spmd.operators.traced import operators_of
 
-aten = torch.ops.aten
 _MOST_PARTS = 100
 """Operators that a call may consist of. A recurrent network is thousands, several for each step in time."""
 
 _DEEPEST = 5
 """How often parts are decomposed in turn."""
-_RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
-"""A chunk need not be contiguous, as the whole value was."""
 
 
 class DecomposeUnknown:
@@ -81,7 +78,7 @@ class DecomposeUnknown:
         try:
             for _ in range(_DEEPEST):
                 with at_most(_MOST_PARTS):
-                    body = _traced(called, values)
+                    body = operators_of(called, values, pre_dispatch=True)
                 composite = set(filter(self._is_composite, body.graph.nodes))
                 if not composite:
                     return body if all(map(self._is_known, body.graph.nodes)) else None
@@ -109,7 +106,7 @@ def write_parts(edit: Edit, node: fx.Node, rule: LayoutRule) -> bool:
     where = f"layout rule {rule.id}: its parts of {key(node)} at %{node.name}"
     operands, called = _of_operands(lambda **given: rule.parts[key(node)](given), (), bind(node))
     try:
-        body = _traced(called, [value(operand) for operand in operands])
+        body = operators_of(called, [value(operand) for operand in operands], pre_dispatch=True)
     except _UnknownParts:
         return False
     except Exception as error:
@@ -150,13 +147,6 @@ def _of_operands(
         return found
 
     return operands, called
-
-
-def _traced(called: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    body = make_fx(called, tracing_mode="fake", pre_dispatch=True)(*values)
-    for part in body.graph.nodes:
-        part.target = _RESHAPES.get(part.target, part.target)
-    return body
 
 
 def _replace(edit: Edit, node: fx.Node, body: fx.GraphModule, operands: Sequence[fx.Node], by: str) -> bool:
