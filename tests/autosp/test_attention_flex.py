@@ -14,6 +14,9 @@ import torch
 from torch.nn.attention.flex_attention import _create_empty_block_mask, create_block_mask
 
 from autosp_rules.events import AttentionRuns, FlexAttentionLeft, MaskedAttention
+from autosp_rules.parallelism import AUTOSP
+from fxrewrite.spmd import Parallelism, Shard, param
+from fxrewrite.testing import simulate
 from rules.attention.flex_operator import FLEX_ATTENTION
 from tests.autosp.attention_layer import BATCH, IDS, LENGTH, Layer, check
 
@@ -189,3 +192,20 @@ def test_blocks_that_hide_by_themselves() -> None:
 
     (event,) = check(Layer(attend), strict=False, ranks=(2,))[2].events_of(FlexAttentionLeft)
     assert event.why == "the block mask has blocks and no function"
+
+
+def test_heads_over_another_axis() -> None:
+    """Over the axis of heads, and over both axes, no key or value is gathered."""
+
+    class Named(Layer):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids, ids)
+
+    by_heads = {param(name): Shard(0) for name in ("q.*", "k.*", "v.*", "slopes")} | {param("o.weight"): Shard(1)}
+    heads = Parallelism("heads", axis="tp", place=by_heads)
+    model = Named(MASKED["sinks"][0])
+    for plan, mesh in ((heads, {"tp": 2}), (AUTOSP | heads, {"sp": 3, "tp": 2})):
+        found = simulate(model, {"ids": IDS}, plan, mesh)
+        assert found.loss_error < 1e-12
+        assert found.grad_error < 1e-9
+        assert "all_gather" not in found.sent["tp"]

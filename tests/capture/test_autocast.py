@@ -178,3 +178,18 @@ def test_torch_still_has_what_this_reads() -> None:
     assert kernel("aten::linear", torch._C.DispatchKey.AutocastCPU)
     assert kernel("aten::linear", torch._C.DispatchKey.AutocastCUDA)
     assert not kernel("aten::view", torch._C.DispatchKey.AutocastCPU)
+
+
+def test_flex_attention_casts_its_operands() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(q: torch.Tensor) -> Any:
+        return flex_attention(q, q.bfloat16(), q, lambda score, b, h, i, j: score + (i - j))
+
+    with bfloat16():
+        gm, inputs = caught(attend, torch.rand(1, 2, 16, 8))
+        normal = normalize(gm)
+    (call,) = normal.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+    assert {operand.meta["val"].dtype for operand in call.args[:3]} == {torch.bfloat16}
+    with bfloat16():
+        assert torch.equal(normal(*inputs)[0], gm(*inputs)[0])
