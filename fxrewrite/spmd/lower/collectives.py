@@ -6,7 +6,7 @@
     S -> S'     all-to-all                             backward: all-to-all
     P -> R      all-reduce                             backward: all-reduce, or nothing (`cotangents`)
     P -> S      reduce-scatter                         backward: all-gather
-    R -> P      the value on one rank, else zeros      no communication
+    R -> P      the value on one rank, else zeros      no communication, in backward neither
     S -> P      the rank's chunk among zeros           no communication
 
 A pending maximum or minimum is reduced by that instead of a sum; it is never differentiated.
@@ -312,7 +312,8 @@ def own_summand(match: Match, x: fx.Proxy, dst: Partial) -> fx.Proxy:
         return x  # the maximum of equal values is any of them
     low = _lowering(match)
     rank = aten.scalar_tensor(match.proxy(rank_node(match.edit, low.axis)), device=x.node.meta["val"].device)
-    return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
+    summand = aten.where(aten.eq(rank, 0), aten.detach(x), aten.zeros_like(x))
+    return match.call(PASS_GRADIENT, summand, x, 1 / low.num_ranks)
 
 
 @_lowers("own_chunk", moves(Shard, Partial))

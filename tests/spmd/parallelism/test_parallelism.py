@@ -431,6 +431,47 @@ def test_a_gather_that_nobody_reads_is_not_sent() -> None:
     assert found.grad_error < 1e-14, str(found)
 
 
+class Contracting(nn.Module):
+    """Operators that contract features, and add a bias once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.down, self.up = (
+            nn.Conv2d(2, 12, 3),
+            nn.Conv2d(12, 4, 3, padding=1),
+            nn.ConvTranspose2d(12, 3, 2),
+        )
+        self.rows, self.columns = nn.Linear(12, 5), nn.Parameter(torch.rand(3, 12, 5))
+        self.bias = nn.Parameter(torch.rand(3, 1, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.wide(x))
+        loss = self.down(x).square().mean() + self.up(x).sin().mean()
+        x = x.mean((2, 3))
+        batch = torch.baddbmm(self.bias, x.expand(3, -1, -1), self.columns, beta=0.5, alpha=2)
+        return (
+            loss + torch.addmm(self.bias[0], x, self.columns[0]).sin().mean() + batch.mean() + self.rows(x).cos().mean()
+        )
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_what_is_added_once_is_added_on_one_rank(sizes: dict[str, int]) -> None:
+    """Nothing is gathered where a contracted dimension is in shards, and the gradient of a bias needs no collective."""
+    place = {
+        param("wide.{weight,bias}"): Shard(0),
+        param("{down,rows}.weight"): Shard(1),
+        param("up.weight"): Shard(0),
+        param("columns"): Shard(1),
+    }
+    channels = Parallelism("channels", axis="tp", place=place)
+    images = {"x": torch.arange(288.0, dtype=torch.float64).sin().reshape(4, 2, 6, 6)}
+    found = simulate(Contracting().double(), images, DATA | channels if "dp" in sizes else channels, sizes)
+    assert found.loss_error < 1e-14, str(found)
+    assert found.grad_error < 1e-14, str(found)
+    assert found.sent["tp"] == {"all_reduce": 5}
+    assert not [c for c in found.report.collectives if c.axis == "tp" and c.direction == "backward"]
+
+
 class Permuted(nn.Module):
     """Its weight is read in an order that is a frozen parameter."""
 
