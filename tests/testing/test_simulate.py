@@ -141,6 +141,16 @@ def test_a_false_layout_rule_that_reaches_one_other_output_is_found(
         assert f", other outputs by {found.output_error:.0e} ({names[1]}); sent" in str(found)
 
 
+def test_a_layout_rule_that_tells_another_shape_than_a_rank_computes_is_an_error() -> None:
+    """The index of the result is another than that of the operand, which would make it a sum of whole rows."""
+    torch._dynamo.reset()
+    model = WithLogits(lambda loss, y, summed: (loss, summed + y)).double()
+    plan = replace(COLUMNS, layouts=[replace(LIE, index_map="a... b -> a... c")])
+    said = r"simulate_test::running at %running .* gives a rank \[4, 4\], and by its layout rule \[4, 8\]"
+    with pytest.raises(FxRewriteError, match=said):
+        simulate(model, {"x": torch.rand(4, 4, dtype=torch.float64)}, plan, {"tp": 2})
+
+
 def test_outputs_that_are_stated_in_chunks_are_compared_chunk_by_chunk() -> None:
     torch._dynamo.reset()
     model, x = WithLogits(lambda loss, y, summed: (loss, y, summed)).double(), torch.rand(4, 4, dtype=torch.float64)
