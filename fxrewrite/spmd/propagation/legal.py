@@ -11,6 +11,7 @@ Before the transaction commits, no virtual operator is left. A violation names n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
-from fxrewrite.graph.sizes import size_hint
+from fxrewrite.graph.sizes import Size, size_hint
 from fxrewrite.ops import is_virtual, key
 from fxrewrite.spmd.facts import PLACEMENT, result_placements
 from fxrewrite.spmd.layouts.rule import LayoutRules, tensor_of
@@ -104,9 +105,9 @@ def _check_fits(node: fx.Node) -> None:
     axis: Any = node.args[3]
     if not isinstance(dst, Shard) or dst.uneven:
         return
-    shape, runs = tensor_of(node).shape, dst.outer * axis.size
-    size = shape[dst.dim] if 0 <= dst.dim < len(shape) else None
-    if size is None or (isinstance(size, int) and isinstance(runs, int) and size % runs):
+    shape: Sequence[Size] = tensor_of(node).shape
+    rest = shape[dst.dim] % (dst.outer * axis.size) if 0 <= dst.dim < len(shape) else 1
+    if isinstance(rest, int) and rest:
         refuse(
             f"{axis} ranks do not divide a value {[*map(size_hint, shape)]} into {dst}",
             node=node,
