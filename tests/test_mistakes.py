@@ -239,6 +239,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: simulate(torch.nn.Linear(2, 2).requires_grad_(False), {"input": torch.rand(2, 2)}, MINE, {"tp": 2}),
         r"nothing requires a gradient, so there is no step to train; call model.requires_grad_\(\)",
     ),
+    "a function for a model": (
+        lambda: simulate(torch.neg, {"input": torch.rand(2, 2)}, MINE, {"tp": 2}),  # pyright: ignore[reportArgumentType]
+        "the model is a .*, and a plan places parameters by name: pass an nn.Module",
+    ),
+    "inputs that the model does not take": (
+        lambda: simulate(torch.nn.Linear(2, 2), {"x": torch.rand(2, 2)}, MINE, {"tp": 2}),
+        r"the inputs are not those of Linear.forward\(input: .*: missing a required argument: 'input'",
+    ),
     "a layout rule for an operator of ATen": (
         lambda: simulated(Parallelism("mine", axis="tp", layouts=[layout_rule("aten::relu", "a -> a")]), {"tp": 2}),
         "layout rule mine.rule: aten::relu has one already, .* of 'aten'; leave out yours",
