@@ -472,6 +472,28 @@ def test_what_is_added_once_is_added_on_one_rank(sizes: dict[str, int]) -> None:
     assert not [c for c in found.report.collectives if c.axis == "tp" and c.direction == "backward"]
 
 
+class Normed(nn.Module):
+    """A batch norm of channels, whose running statistics every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm, self.down = nn.Conv2d(2, 12, 3), nn.BatchNorm2d(12), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.down(torch.relu(self.norm(self.wide(x)))).square().mean(), self.norm.running_mean.clone()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_norm_of_channels_in_shards(ranks: int) -> None:
+    """A rank reads its part of the statistics, which the whole of them is written over afterwards."""
+    place = {param("{wide,norm}.{weight,bias}"): Shard(0), param("down.weight"): Shard(1)}
+    images = {"x": torch.arange(288.0, dtype=torch.float64).sin().reshape(4, 2, 6, 6)}
+    plan = Parallelism("channels", axis="tp", place=place)
+    found = simulate(Normed().double(), images, plan, {"tp": ranks})
+    assert max(found.loss_error, found.grad_error, found.output_error) < 1e-14, str(found)
+    assert found.sent == {"tp": {"all_gather": 2, "all_reduce": 1}}
+
+
 class Permuted(nn.Module):
     """Its weight is read in an order that is a frozen parameter."""
 
