@@ -480,7 +480,7 @@ class Normed(nn.Module):
         self.wide, self.norm, self.down = nn.Conv2d(2, 12, 3), nn.BatchNorm2d(12), nn.Conv2d(12, 4, 1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.down(torch.relu(self.norm(self.wide(x)))).square().mean(), self.norm.running_mean.clone()  # pyright: ignore[reportOptionalMemberAccess]
+        return self.down(torch.relu(self.norm(self.wide(x)))).square().mean(), self.norm.running_mean.clone()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
