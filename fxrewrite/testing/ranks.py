@@ -264,7 +264,12 @@ class _RankInterpreter(fx.Interpreter):
 def _check_shape(node: fx.Node, found: Any) -> None:
     """Raise where an operator gives a rank another shape than its layout rule says, which no reader would expect."""
     said = node.meta.get("val")
-    if not isinstance(said, torch.Tensor) or not isinstance(found, torch.Tensor) or not _is_static(said, found):
+    if (
+        node.op != "call_function"
+        or not isinstance(said, torch.Tensor)
+        or not isinstance(found, torch.Tensor)
+        or not _is_static(said, found)
+    ):
         return
     if tuple(found.shape) != tuple(said.shape):
         raise FxRewriteError(

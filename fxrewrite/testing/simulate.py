@@ -131,7 +131,8 @@ def simulate(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: M
         report = SpmdReport.of(plan.plan().apply(program, context=contexts(device_mesh)), program, mesh)
         parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in call.is_cut]
         inputs_held = zip(input_placements(program), parts, strict=True)
-        placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(inputs_held)}
+        # A rank's own part is cut before what the plan makes of that, as the loss on one device is of these parts.
+        placements = {i: {**of_call, **of_plan, **of_call} for i, (of_plan, of_call) in enumerate(inputs_held)}
         torch.manual_seed(_SEED)
         loss_at, held = _loss_position(program), output_placements(program)
         run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=loss_at)
