@@ -288,7 +288,7 @@ class Parallelism:
             *(() if is_own else (shipped[name] for name in DRAWS)),
             Place(f"{self.name}.place", self.place),
             *((RuleSet(f"{self.name}.rules", *self.rules),) if self.rules else ()),
-            PropagatePlacements(f"{self.name}.propagate", layouts, own_inputs=is_own),
+            PropagatePlacements(f"{self.name}.propagate", layouts, own_inputs=is_own, moves_draws=is_own),
             *((RuleSet(f"{self.name}.placed", *self.placed, needs=(PLACEMENTS,)),) if self.placed else ()),
             *(() if is_own else (RefuseShardedDraws(f"{self.name}.draws"),)),
             REDUCTIONS,

@@ -1061,6 +1061,28 @@ def test_draws_on_a_chunk_are_refused() -> None:
         simulate(Attends(), {"x": torch.ones(2, 5, 8)}, Parallelism("heads", axis="tp", place=place), {"tp": 2})
 
 
+class Sampler(nn.Module):
+    """Draws a class for each of three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        classes = self.head(x).log_softmax(-1)
+        best = (classes * 2).flatten(1).topk(4, -1).values.mean()
+        return best, torch.multinomial(classes[:, 0].exp(), 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_draw_is_not_moved_to_chunks_that_nobody_stated(ranks: int) -> None:
+    """By price the rows are the better chunks, where the ranks divide them, and a draw of these would be refused."""
+    plan = Parallelism("classes", axis="tp", place={param("head.{weight,bias}"): Shard(0)})
+    x = torch.arange(96.0, dtype=torch.float64).sin().reshape(3, 4, 8)
+    found = simulate(Sampler().double(), {"x": x}, plan, {"tp": ranks})
+    assert max(found.loss_error, found.grad_error, found.output_error) < 1e-13, str(found)
+
+
 @pytest.mark.slow
 def test_three_parallelisms_on_a_llama() -> None:
     """ZeRO-3, AutoSP and Megatron on eight simulated ranks; the loss is summed in float32."""
