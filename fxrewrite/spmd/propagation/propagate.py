@@ -54,8 +54,8 @@ class PropagatePlacements:
         own_inputs: whether each rank of the axis is called with values of its own; then no work is done twice, and the
             report counts none. Shards of parameters are gathered for whatever else reads such values, unless its layout
             rule says that it sends them (`LayoutRule.sends_own`).
-        moves_draws: whether what draws random numbers may run on chunks of a dimension that is cheaper than the one that
-            its operands are sharded on; no, where draws on chunks are refused.
+        moves_draws: whether what draws random numbers may run on chunks of a dimension that is cheaper than the one
+            that its operands are sharded on; no, where draws on chunks are refused.
     """
 
     def __init__(
