@@ -1061,6 +1061,28 @@ def test_draws_on_a_chunk_are_refused() -> None:
         simulate(Attends(), {"x": torch.ones(2, 5, 8)}, Parallelism("heads", axis="tp", place=place), {"tp": 2})
 
 
+class Reading(nn.Module):
+    """Attention of other tokens, whose packed weight torch splits into that of the queries and twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.attend = nn.Parameter(torch.rand(3, 12)), nn.MultiheadAttention(12, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.queries.expand(x.shape[0], -1, -1)
+        return self.attend(queries, x, x, need_weights=False)[0].square().mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_several_runs_are_in_shards_by_run(ranks: int) -> None:
+    place = {param("attend.in_proj_{weight,bias}"): Shard(0, outer=3), param("attend.out_proj.weight"): Shard(1)}
+    x = torch.arange(240.0, dtype=torch.float64).sin().reshape(4, 5, 12)
+    plan = Parallelism("heads", axis="tp", place=place)
+    found = simulate(Reading().double(), {"x": x}, plan, {"tp": ranks})
+    assert max(found.loss_error, found.grad_error) < 1e-13, str(found)
+    assert found.sent == {"tp": {"all_reduce": 1}}
+
+
 class Sampler(nn.Module):
     """Draws a class for each of three rows."""
 
