@@ -302,8 +302,9 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
         replace(TENSOR, expect=[sends(within="blocks.*")]),
         r"no module of the graph matches 'blocks.\*'; .* layers.0",
     )
-    some = replace(TENSOR, place={param("*.up.weight"): Shard(0)}, expect=[sends(within="*.1", all_reduce=1)])
-    refused(mesh, some, r"layers.1 has 1 all_gather over tp, and 0 are expected")
+    by_rows = {param("*.{up,down}.weight"): Shard(0)}
+    some = replace(TENSOR, place=by_rows, expect=[sends(within="*.1", all_reduce=1)])
+    refused(mesh, some, r"layers.1 has 2 all_gather over tp, and 0 are expected")
     refused(mesh, replace(TENSOR, place={inputs("x"): Stored(Shard(0))}), "only parameters are")
     refused(mesh, replace(TENSOR, place={**PLACE, outputs(0): Partial()}), r"an output cannot leave as P\(sum\)")
     refused(mesh, TENSOR | ZERO3, r"the inner one cuts first; write zero3 \| tensor")
@@ -899,25 +900,29 @@ def test_any_number_of_simulations() -> None:
 
 def test_a_placement_is_explained() -> None:
     """From a value back to what was stated, with what is sent for its readers, over each axis."""
-    forgotten = replace(TENSOR, place={param("*.up.weight"): Shard(0)}, expect=[sends(within="layers.*", all_reduce=1)])
-    text = explain_placement(Model(), {"x": X}, forgotten, {"tp": 2}, "layers.0.up")
+    expect = [sends(within="layers.*", all_reduce=1)]
+    by_rows = replace(TENSOR, place={param("*.{up,down}.weight"): Shard(0)}, expect=expect)
+    text = explain_placement(Model(), {"x": X}, by_rows, {"tp": 2}, "layers.0.up")
     assert re.sub(r"test_parallelism.py:\d+", "here", text).splitlines()[:3] == [
         "layers.0.up [4, 8] is S(1) over tp=2",
         "    %linear: S(1), sharded on o  aten::linear here",
-        "    layers.0.up.weight: S(0), stated by param('*.up.weight')",
+        "    layers.0.up.weight: S(0), stated by param('*.{up,down}.weight')",
     ]
     assert "then refused: layers.0 has 1 all_gather over tp, and 0 are expected" in text
     text = explain_placement(Model(), {"x": X}, ZERO3 | TENSOR, {"dp": 2, "tp": 2}, "layers.1.down{,.weight}")
     lines = text.splitlines()
     assert any(line.startswith("    -> R for %") and line.endswith("each rank sends 48 bytes") for line in lines)
-    where = lines.index("layers.1.down [2, 6] is R over tp=2")  # with its bias, which is added to the sum
-    assert "    %redistribute_1: R, a redistribution by tensor.propagate: each rank sends 48 bytes" in lines[where:]
-    assert any(
-        line.startswith("    %linear_default: P(sum), a summand on each rank: sharded on i") for line in lines[where:]
-    )
+    where = lines.index("layers.1.down [2, 6] is P(sum) over tp=2")  # with its bias, which one rank adds
+    assert lines[where + 1].startswith("    %linear_3: P(sum), a summand on each rank: sharded on i")
     assert "    layers.1.down.weight: S(0), stated by param('*')" in lines
     with pytest.raises(FxRewriteError, match=r"names no value of the graph; did you mean layers\.0\.up"):
         explain_placement(Model(), {"x": X}, TENSOR, {"tp": 2}, "layers.0.upp")
+
+
+def test_a_sum_is_sent_by_the_module_that_computes_it() -> None:
+    """And not by the one that reads it, which stands outside of it."""
+    plan = replace(TENSOR, expect=[sends(within="layers.*.down", all_reduce=1)])
+    assert simulate(Model(), {"x": X}, plan, {"tp": 2}).sent == {"tp": {"all_reduce": 2}}
 
 
 def test_casts_before_gathers() -> None:
