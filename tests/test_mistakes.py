@@ -215,6 +215,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: layout_rule("aten::relu", "b !s -> b s", move_to=("h",)),
         "layout rule mine.rule: move_to names 'h', and no operand of 'b !s -> b s' has it",
     ),
+    "a move to an index that must be whole": (
+        lambda: layout_rule("aten::relu", "b !s -> b s", move_to=("s",)),
+        "layout rule mine.rule: move_to names 's', which must be whole by 'b !s -> b s'; name an index",
+    ),
+    "a layout rule with too many results": (
+        lambda: layout_rule("aten::relu", "b... -> b..., b..."),
+        "layout rule mine.rule: 'b... -> b..., b...' has 2 results, and aten::relu gives 1",
+    ),
+    "parts without their operator": (
+        lambda: layout_rule("aten::relu", "b... -> b...", parts=lambda args: args["self"]),
+        "layout rule mine.rule: parts has a function for each operator, {'aten::relu': function}, and is <function",
+    ),
     "a parallelism over no axis": (
         lambda: Parallelism("mine", axis=None),
         "a parallelism has a name and the name of its axis, not axis=None",
@@ -226,6 +238,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a frozen model": (
         lambda: simulate(torch.nn.Linear(2, 2).requires_grad_(False), {"input": torch.rand(2, 2)}, MINE, {"tp": 2}),
         r"nothing requires a gradient, so there is no step to train; call model.requires_grad_\(\)",
+    ),
+    "a function for a model": (
+        lambda: simulate(torch.neg, {"input": torch.rand(2, 2)}, MINE, {"tp": 2}),  # pyright: ignore[reportArgumentType]
+        "the model is a .*, and a plan places parameters by name: pass an nn.Module",
+    ),
+    "inputs that the model does not take": (
+        lambda: simulate(torch.nn.Linear(2, 2), {"x": torch.rand(2, 2)}, MINE, {"tp": 2}),
+        r"the inputs are not those of Linear.forward\(input: .*: missing a required argument: 'input'",
     ),
     "a layout rule for an operator of ATen": (
         lambda: simulated(Parallelism("mine", axis="tp", layouts=[layout_rule("aten::relu", "a -> a")]), {"tp": 2}),

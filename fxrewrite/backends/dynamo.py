@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -81,6 +82,7 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
             torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not found:
+            _check_arguments(model, inputs, error)
             if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, (TorchRuntimeError, Unsupported)):
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
@@ -90,6 +92,18 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
     if not found:
         raise FxRewriteError("the model calls no operator on tensors, so that there is no graph")
     return found[0]
+
+
+def _check_arguments(model: Callable[..., Any], inputs: Mapping[str, Any], error: Exception) -> None:
+    """Raise FxRewriteError, because of `error`, if the model has other arguments."""
+    called = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        inspect.signature(called).bind(**inputs)
+    except TypeError as mismatch:
+        takes = f"{getattr(called, '__qualname__', 'the model')}{inspect.signature(called)}"
+        raise FxRewriteError(f"the inputs are not those of {takes}: {mismatch}") from error
+    except ValueError:  # it has no signature
+        return
 
 
 _NO_LIMIT = sys.maxsize

@@ -468,6 +468,6 @@ def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) 
     if not choices:
         raise RuleDefinitionError(
             f"pattern {pattern}: output {index} captures no value of the graph that an earlier output captures, so it "
-            "could be anywhere; write two rules"
+            "could be anywhere; write two rules, or a step, which sees the whole graph"
         )
     return tuple(choices)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from fxrewrite.graph.edit import Edit
-from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Shard, as_placement
+from fxrewrite.spmd.placement import AnyPlacement, Axis, Partial, Placement, Replicate, Shard, as_placement
 from fxrewrite.spmd.virtual import declare_virtual
 
 
@@ -19,6 +20,11 @@ def redistribute(x: torch.Tensor, src: AnyPlacement, dst: AnyPlacement, axis: Ax
 def without_padding(x: torch.Tensor, placement: Shard, axis: Axis, fill: float) -> torch.Tensor:
     """`x`, whose padded entries are `fill` from here on; whole values have none."""
     return x
+
+
+def is_added_once(node: fx.Node) -> bool:
+    """Whether the node makes a whole value a summand: one rank adds it, and its gradient is that of the sum."""
+    return node.target is redistribute and node.args[1:3] == (Replicate(), Partial())
 
 
 def convert_placements(edit: Edit) -> None:

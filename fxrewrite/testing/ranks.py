@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import size_hint
+from fxrewrite.graph.source import with_source
 from fxrewrite.ops import bodies_of_communicating, key
 from fxrewrite.spmd.group import axis_rank, positions_of
 from fxrewrite.spmd.placement import Placement, Replicate, Shard, Zigzag, as_placement, check_num_ranks
@@ -239,6 +240,11 @@ class _RankInterpreter(fx.Interpreter):
         self._num_ranks = num_ranks
         self._positions: dict[str, torch.SymInt] = {}
 
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        _check_shape(n, found)
+        return found
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is axis_rank:
             (group,) = args
@@ -253,6 +259,27 @@ class _RankInterpreter(fx.Interpreter):
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _spread(super().get_attr(target, args, kwargs), self._num_ranks)
+
+
+def _check_shape(node: fx.Node, found: Any) -> None:
+    """Raise where an operator gives a rank another shape than its layout rule says, which no reader would expect."""
+    said = node.meta.get("val")
+    if (
+        node.op != "call_function"
+        or not isinstance(said, torch.Tensor)
+        or not isinstance(found, torch.Tensor)
+        or not _is_static(said, found)
+    ):
+        return
+    if tuple(found.shape) != tuple(said.shape):
+        raise FxRewriteError(
+            f"{key(node)} at {with_source(node)} gives a rank {list(found.shape)}, and by its layout rule "
+            f"{list(said.shape)}: the rule says something false of how results follow from operands"
+        )
+
+
+def _is_static(*values: torch.Tensor) -> bool:
+    return all(type(size) is int for value in values for size in value.shape)
 
 
 def _spread(value: Any, num_ranks: int, cut: Cut | None = None) -> Any:

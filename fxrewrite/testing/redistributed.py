@@ -20,12 +20,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxrewrite.errors import FxRewriteError, RefusedError, refuse
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
-from fxrewrite.ops import is_inexact, is_per_rank, key
+from fxrewrite.ops import emit_aten, is_inexact, is_per_rank, key
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Capture, Op, subterms
 from fxrewrite.plan import RuleSet
@@ -183,6 +184,7 @@ def _local(gm: fx.GraphModule, layouts: LayoutRules) -> fx.GraphModule:
         ValueError: a value is placed otherwise than its user needs, or nothing lowers a redistribution.
     """
     local = copy_module(gm)
+    _write_overloads(local)
     graph = local.graph
     size = _axis(graph).size
     with fake_mesh((size,), (_AXIS,)) as mesh:
@@ -205,6 +207,25 @@ def _local(gm: fx.GraphModule, layouts: LayoutRules) -> fx.GraphModule:
         except FxRewriteError as error:
             raise ValueError(str(error)) from error
     return local
+
+
+def _write_overloads(gm: fx.GraphModule) -> None:
+    """Afterwards calls of torch's functions and methods are overloads, as a plan has them where placements are known.
+
+    A sample that is a redistribution alone does not tell a replacement to make overloads.
+    """
+    with Edit(gm) as edit:
+        for node in edit.nodes():
+            if node.op == "call_method" or (node.op == "call_function" and not isinstance(node.target, OpOverload)):
+
+                def emit(target: Any, args: tuple[Any, ...], kwargs: Any, node: fx.Node = node) -> fx.Node:
+                    same = (target, args, dict(kwargs)) == (node.target, node.args, node.kwargs)
+                    return node if same else edit.call(target, args, kwargs, before=node, like=node)
+
+                made = emit_aten(node.target, node.args, node.kwargs, emit)
+                if made is not node:
+                    edit.replace_uses(node, made)
+                    edit.erase(node)
 
 
 class _Tracer(fx.Tracer):

@@ -16,7 +16,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.parallelism.alternatives import chosen_for
-from fxrewrite.spmd.parallelism.captured import captured_call, check_dense_gradients
+from fxrewrite.spmd.parallelism.captured import captured_call, check_dense_gradients, check_module
 from fxrewrite.spmd.parallelism.parallelism import AnyPlan, check_axes
 from fxrewrite.spmd.parallelism.parameters import check_buffers
 from fxrewrite.spmd.placement import Replicate, Shard
@@ -115,6 +115,7 @@ def simulate(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: M
     """
     if not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise FxRewriteError(f"inputs are arguments by name, {{'x': tensor}}, not a {type(inputs).__name__}")
+    check_module(model)
     check_axes(plan, mesh)
     check_buffers(model, plan)
     tensors = (value for value in tree_leaves((dict(inputs), *model.parameters())) if isinstance(value, torch.Tensor))
@@ -130,7 +131,8 @@ def simulate(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: M
         report = SpmdReport.of(plan.plan().apply(program, context=contexts(device_mesh)), program, mesh)
         parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in call.is_cut]
         inputs_held = zip(input_placements(program), parts, strict=True)
-        placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(inputs_held)}
+        # A rank's own part is cut before what the plan makes of that, as the loss on one device is of these parts.
+        placements = {i: {**of_call, **of_plan, **of_call} for i, (of_plan, of_call) in enumerate(inputs_held)}
         torch.manual_seed(_SEED)
         loss_at, held = _loss_position(program), output_placements(program)
         run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=loss_at)

@@ -1,1 +1,1 @@
-"""Patterns of layers that become one operator: norms, activations, rotary embeddings, SwiGLU, linears, biases."""
+"""Patterns of layers that become one operator: norms, activations, rotary embeddings, SwiGLU, linears."""

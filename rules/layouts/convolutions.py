@@ -49,9 +49,10 @@ def _convolution(call: Call, *, ci: Size, co: Size, is_transposed: bool) -> Inde
         "bias": (channels[1],),
     }
     whole = {f"k{dim}" for dim in range(num_spatial)}
-    # A Partial result would contain the bias once per rank.
-    summed = {"ci"} if call.args.get("bias") is None else set[str]()
-    return index_map(call, operands, (*batch, channels[1], *after), whole=whole, summed=summed, sizes=sizes)
+    added = (call.args.get("bias"),)
+    return index_map(
+        call, operands, (*batch, channels[1], *after), whole=whole, summed={"ci"}, added=added, sizes=sizes
+    )
 
 
 def _are_apart(call: Call, dim: int, num_spatial: int) -> bool:

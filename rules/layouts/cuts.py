@@ -1,8 +1,10 @@
 """Slices and concatenations: operators that take parts of a dimension or join parts; that dimension must be whole."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_same_size
 from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced
 
 
@@ -14,16 +16,25 @@ def select(call: Call) -> IndexMap | None:
 
 
 def split(call: Call) -> IndexMap | None:
-    """(!run part) -> part, ...: equal parts of `dim`, each of which may be sharded; unequal parts as slices"""
+    """(!run part) -> (!r part), ...: parts of `dim` are runs of one length, each of which may be sharded"""
     shape, parts = call.shape(), call.result_shapes()
     at = dim_of(call, len(shape))
-    is_even = len(parts) > 1 and all(is_same_size(part[at], parts[0][at]) for part in parts)
-    if not is_even or not is_same_size(parts[0][at] * len(parts), shape[at]):
+    lengths = [part[at] for part in parts]
+    is_even = all(is_same_size(length, lengths[0]) for length in lengths)
+    part = lengths[0] if is_even else _common(lengths)
+    runs = [1 if is_even else length // part for length in lengths] if part is not None else []
+    if len(parts) < 2 or part is None or not is_same_size(part * sum(runs), shape[at]):
         return cut(call)
     terms = indices(len(shape))
-    sizes = {"run": len(parts), "part": parts[0][at]}
-    results = [replaced(terms, at, ("part",)) for _ in parts]
+    sizes: dict[str, Size] = {"run": sum(runs), "part": part, **{f"r{i}": count for i, count in enumerate(runs)}}
+    results = [replaced(terms, at, ("part",) if runs[i] == 1 else (f"r{i}", "part")) for i in range(len(parts))]
     return index_map(call, {"self": replaced(terms, at, ("run", "part"))}, *results, sizes=sizes)
+
+
+def _common(lengths: Sequence[Size]) -> int | None:
+    """The longest length that all are multiples of; None of lengths that are symbols, or where it is no length."""
+    known = [length for length in lengths if isinstance(length, int) and length > 0]
+    return math.gcd(*known) if len(known) == len(lengths) else None
 
 
 def cut(call: Call) -> IndexMap | None:

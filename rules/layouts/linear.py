@@ -1,7 +1,6 @@
 """Products: indices that are multiplied and summed over are contracted; sharding them gives a Partial result.
 
-An added operand (the bias of a linear, the first operand of addmm) must be added once, so with one of these, contracted
-indices must be whole.
+An added operand (the bias of a linear, the first operand of addmm) is added by one rank where the result is a sum.
 """
 
 from __future__ import annotations
@@ -80,11 +79,11 @@ LAYOUTS = (
     LayoutRule("layout.linear", aten("linear"), "b... i, o i, +o? -> b... o", neutral="zeros"),
     LayoutRule("layout.bilinear", aten("bilinear"), "b... !i, b... !j, o !i !j, +o? -> b... o"),
     LayoutRule("layout.matmul", aten("matmul mm bmm mv dot"), matmul, neutral="zeros"),
-    LayoutRule("layout.addmm", aten("addmm"), "+m n, m k, k n -> m n"),
-    LayoutRule("layout.addmv", aten("addmv"), "+m, m k, k -> m"),
+    LayoutRule("layout.addmm", aten("addmm"), "+m n, m k, k n -> m n", neutral="zeros"),
+    LayoutRule("layout.addmv", aten("addmv"), "+m, m k, k -> m", neutral="zeros"),
     LayoutRule("layout.addr", aten("addr"), "+m n, m, n -> m n"),
-    LayoutRule("layout.addbmm", aten("addbmm"), "+m n, b m k, b k n -> m n"),
-    LayoutRule("layout.baddbmm", aten("baddbmm"), "+b m n, b m k, b k n -> b m n"),
+    LayoutRule("layout.addbmm", aten("addbmm"), "+m n, b m k, b k n -> m n", neutral="zeros"),
+    LayoutRule("layout.baddbmm", aten("baddbmm"), "+b m n, b m k, b k n -> b m n", neutral="zeros"),
     LayoutRule("layout.vdot", aten("vdot"), "k, k -> ", neutral="zeros"),
     LayoutRule("layout.outer", aten("outer"), "m, n -> m n"),
     LayoutRule("layout.inner", aten("inner"), "a... k, b... k -> a... b...", neutral="zeros"),

@@ -8,7 +8,7 @@ whole, because no rank could make its own chunk of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -25,6 +25,7 @@ def index_map(
     whole: Iterable[str] = (),
     summed: Collection[str] = (),
     made: Collection[str] = (),
+    added: Sequence[Any] = (),
     sizes: Mapping[str, Size] | None = None,
 ) -> IndexMap | None:
     """Builds the index map of `call`; a single result applies to all results. None if terms and ranks do not match.
@@ -34,6 +35,7 @@ def index_map(
         whole: indices that must be whole although every result has them.
         summed: indices that results lack because they are sums over them.
         made: indices that no operand has, but of which a rank makes its own part, because their sizes are stated.
+        added: arguments that are added once, where the result is a sum.
         sizes: sizes of indices that share a dimension; the others come from the call.
     """
     of_operands = tuple(_in_schema_order(call, operands))
@@ -50,7 +52,9 @@ def index_map(
     given = [names_of(terms) for terms in of_results]
     lost = read.difference(set[str].intersection(*given)) if given else read
     new = set[str]().union(*given) - read
-    return IndexMap(of_operands, of_results, found, frozenset({*whole, *(lost - set(summed)), *(new - set(made))}))
+    must = frozenset({*whole, *(lost - set(summed)), *(new - set(made))})
+    once = frozenset(at for at, operand in enumerate(call.operands) if any(operand is value for value in added))
+    return IndexMap(of_operands, of_results, found, must, once)
 
 
 def _in_schema_order(call: Call, operands: Operands) -> Iterator[Terms]:

@@ -12,7 +12,6 @@ Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053, section 3); Korthikanti e
 from dataclasses import replace
 
 from fxrewrite.spmd import Parallelism, Replicate, Shard, module_input, module_output, param, sends
-from rules.parallel.chunks import CHUNKED_BIASES
 from rules.parallel.heads import WHOLE_HEADS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
 
@@ -55,6 +54,5 @@ MEGATRON_SP = replace(
     MEGATRON,
     name="megatron_sp",
     place=LAYERS | ENDS | CHUNKS,
-    rules=[VOCABULARY, CHUNKED_BIASES],
     expect=[sends(within="*layers.*", but=_ADAPTERS, all_gather=2, reduce_scatter=2, hint=_MIXTURES)],
 )

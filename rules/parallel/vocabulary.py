@@ -1,6 +1,7 @@
 """Embeddings and losses whose vocabulary is sharded: each rank has some rows of the embedding and of the head.
 
     embedding(w, ids)           ->  lookup_rows(w, arange(V), ids)           w stored as Shard(0)
+    embedding_bag(w, ids, at)   ->  sum_rows(w, arange(V), ids, at)          the same; a mean is divided by counts
     cross_entropy(x, target)    ->  logsumexp(x) - take_class(x, arange(V), target)
                                                                              x computed from a head stored as Shard(0)
     gather(x, -1, i)            ->  take_class(x, arange(V), i)              x may be a log_softmax
@@ -12,9 +13,9 @@ which losses of preferences and policies read. No rank has whole logits.
 The rules write operators for whole values. The layout rules of those here say that they are sums over the vocabulary;
 logsumexp and log_softmax run in parts, as over any sharded dimension (`rules.layouts.parts`).
 
-They refuse class weights, class probabilities, logits that are not [rows, classes], and embeddings whose gradients are
-scaled by frequency: propagation then gathers what is sharded, with a line in the report. A target that is neither a
-class nor ignored has the logit 0 here; torch fails on it.
+They refuse class weights, class probabilities, logits that are not [rows, classes], maxima of bags, and embeddings
+whose gradients are scaled by frequency: propagation then gathers what is sharded, with a line in the report. A target
+that is neither a class nor ignored has the logit 0 here; torch fails on it.
 Shapes: w [V, d], ids any, x [N, V], target [N]; of the others x [..., V], i [..., k].
 Numerics: reassociates; half-precision logits are summed in float32.
 Source: Megatron-LM, megatron/core/tensor_parallel/layers.py (VocabParallelEmbedding) and cross_entropy.py.
@@ -22,13 +23,14 @@ Source: Megatron-LM, megatron/core/tensor_parallel/layers.py (VocabParallelEmbed
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.graph import is_same_size
 from fxrewrite.ops import bind, fake_value, key
 from fxrewrite.spmd import LayoutRule, LayoutRules, Shard, held_as
@@ -65,6 +67,32 @@ def take_class(logits: torch.Tensor, classes: torch.Tensor, target: torch.Tensor
     return logits.gather(-1, at).masked_fill(torch.logical_not(is_here), 0)
 
 
+def sum_rows(
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    scales: torch.Tensor | None,
+    has_last: bool,
+    padding_idx: int,
+) -> torch.Tensor:
+    """For each bag the sum of the rows of the weight with its ids, of which `rows`, consecutive, are here.
+
+    Args:
+        weight: [V, d].
+        rows: the ids of the weight's rows, int64 [V].
+        ids: int64 [n].
+        offsets: where bags start among the ids, and with `has_last` where the last one ends.
+        scales: of each row that is summed, [n].
+        has_last: see `offsets`.
+        padding_idx: the id that counts nothing; -1 if there is none.
+    """
+    at, is_here = _position(rows, ids)
+    scale = torch.logical_and(is_here, ids != padding_idx).to(weight.dtype)
+    scale = scale if scales is None else scale * scales
+    return F.embedding_bag(at, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=has_last)
+
+
 def _position(numbers: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where among consecutive numbers the wanted ones are, and whether they are among them."""
     at = wanted - numbers[0]
@@ -73,16 +101,18 @@ def _position(numbers: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor
 
 
 # CompositeImplicitAutograd: they stay one node of a graph, and when they run they are operators of ATen.
-for _operator in (lookup_rows, take_class):
+for _operator in (lookup_rows, sum_rows, take_class):
     _name = f"fxrewrite_rules::{_operator.__name__}"
     torch.library.define(_name, torch.library.infer_schema(_operator, mutates_args=()))
     torch.library.impl(_name, "CompositeImplicitAutograd")(_operator)
 LOOKUP_ROWS = torch.ops.fxrewrite_rules.lookup_rows.default
+SUM_ROWS = torch.ops.fxrewrite_rules.sum_rows.default
 TAKE_CLASS = torch.ops.fxrewrite_rules.take_class.default
 
 VOCABULARY_LAYOUTS = LayoutRules(
     (
         LayoutRule("layout.lookup_rows", (key(LOOKUP_ROWS),), "v d, v, i... -> i... d"),
+        LayoutRule("layout.sum_rows", (key(SUM_ROWS),), "v d, v, !i, !o, !i? -> n d"),
         LayoutRule("layout.take_class", (key(TAKE_CLASS),), "n... c, c, n... k -> n... k"),
     )
 )
@@ -121,6 +151,51 @@ embed_rows = Rule(
 def _(match: Match, w: Any, ids: Any, padding: int) -> Any:
     """lookup_rows(w, arange(V), ids)"""
     return match.call(LOOKUP_ROWS, w, _numbers(match, match["w"], 0), ids, padding)
+
+
+@where.predicate("mode", text="is_sum_or_mean_of_bags")
+def _is_sum_or_mean(mode: int) -> bool | str:
+    return mode in (_BAG_SUM, _BAG_MEAN) or "a maximum over the rows of a bag is no sum over ranks"
+
+
+_BAG_SUM, _BAG_MEAN = 0, 1
+embed_bags = Rule(
+    "vocabulary.embed_bags",
+    Pattern(
+        (
+            op(
+                operator.getitem,
+                op(
+                    torch.ops.aten.embedding_bag.padding_idx,
+                    *(cap("w"), cap("ids"), cap("offsets"), cap("is_scaled", Literal), cap("mode", Literal)),
+                    *(
+                        cap("is_sparse", Literal),
+                        cap("scales", Maybe),
+                        cap("has_last", Literal),
+                        cap("padding", Literal),
+                    ),
+                ),
+                0,
+            ),
+        ),
+        (_is_sharded_by_rows, _is_not_scaled, _is_sum_or_mean),
+    ),
+    numerics="reassociates",
+)
+
+
+@embed_bags.replacement
+def _(match: Match, w: Any, ids: Any, offsets: Any, mode: int, scales: Any, has_last: bool, padding: int | None) -> Any:
+    """sum_rows(w, arange(V), ids, offsets), divided by the number of ids in the bag where it is a mean"""
+    padding = -1 if padding is None else padding
+    found = match.call(SUM_ROWS, w, _numbers(match, match["w"], 0), ids, offsets, scales, has_last, padding)
+    if mode == _BAG_SUM:
+        return found
+    like = fake_value(match["w"])
+    one = match.call(aten.ones.default, [1, 1], dtype=like.dtype, device=like.device, pin_memory=False)
+    none, counted = aten.zeros_like(ids), aten.to(aten.ne(ids, padding), like.dtype)
+    counts = aten.embedding_bag(one, none, offsets, False, _BAG_SUM, False, counted, has_last)[0]
+    return aten.div(found, aten.clamp_min(counts, 1))
 
 
 @where.predicate("logits", text="is_sharded_by_class")
@@ -218,5 +293,5 @@ def _numbers(match: Match, value: fx.Node, dim: int) -> Any:
     return match.call(aten.arange.default, size, device=device, pin_memory=False)
 
 
-VOCABULARY = RuleSet("vocabulary", embed_rows, split_loss, take_logits)
+VOCABULARY = RuleSet("vocabulary", embed_rows, embed_bags, split_loss, take_logits)
 """Runs after the placements of weights are annotated, before propagation."""

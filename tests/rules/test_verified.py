@@ -39,8 +39,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "collectives.reduce_scatter": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.own_summand": (ON_RANKS, "../spmd/propagation/test_legal.py"),
     "collectives.own_chunk": (ON_RANKS, "../spmd/lower/test_collectives.py"),
-    "biases.add_after_linear": (WITH_LAYOUT, "fusions/test_biases.py"),
-    "biases.add_after_mm": (WITH_LAYOUT, "fusions/test_biases.py"),
     "collectives.clear_padding": (ON_RANKS, "../autosp/test_lengths.py"),
     "collectives.all_to_all_together": (ON_RANKS, "../spmd/lower/test_bundles.py"),
     "collectives.all_gather_together": (ON_RANKS, "../spmd/lower/test_bundles.py"),

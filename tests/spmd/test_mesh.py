@@ -34,7 +34,6 @@ from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.attention.composite import ATTENTION_UNBIASED
 from rules.canonical.losses import LOSSES
 from rules.canonical.normal_forms import NORMAL_FORMS
-from rules.fusions.biases import BIASES
 from rules.layouts import LAYOUTS
 from tests.autosp.models import build
 from tests.autosp.one_device import captured
@@ -52,7 +51,6 @@ def parallel(name: str, place: Mapping[Any, Placement]) -> RuleSet:
         name,
         RuleSet(f"canonicalize_{name}", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED),
         Place(f"place_{name}", place),
-        BIASES,
         PropagatePlacements(f"propagate_{name}", LAYOUTS),
         REDUCTIONS,
         LocalizeShapes(f"localize_{name}", LAYOUTS),

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.spmd import LayoutRule, Parallelism, Shard, outputs, param
+from fxrewrite.spmd import LayoutRule, Parallelism, Shard, inputs, outputs, param
 from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
 from rules.parallel import DATA, ZERO3
 
@@ -139,6 +139,38 @@ def test_a_false_layout_rule_that_reaches_one_other_output_is_found(
         assert found.output_errors[names[0]] < 1e-12
         assert found.output_error == found.output_errors[names[1]] > 0.1
         assert f", other outputs by {found.output_error:.0e} ({names[1]}); sent" in str(found)
+
+
+class OfBatch(nn.Module):
+    """Its loss depends on which rows are in one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.norm(self.layer(x))
+        return y.exp().mean(), y.exp().sum(0)
+
+
+def test_a_part_of_the_data_is_cut_before_a_plan_cuts_it_into_chunks() -> None:
+    """So ranks with their own part have the rows that one device computes a loss of, in chunks over the inner axis."""
+    torch._dynamo.reset()
+    chunks = Parallelism("chunks", axis="cp", place={inputs("x"): Shard(0)})
+    x = torch.arange(48.0, dtype=torch.float64).sin().reshape(12, 4)
+    for plan, sizes in ((DATA | chunks, {"dp": 2, "cp": 3}), (replace(DATA, axis="out") | DATA | chunks, None)):
+        found = simulate(OfBatch().double(), {"x": x}, plan, sizes or {"out": 2, "dp": 2, "cp": 3})
+        assert max(found.loss_error, found.grad_error, found.output_error) < 1e-13, str(found)
+
+
+def test_a_layout_rule_that_tells_another_shape_than_a_rank_computes_is_an_error() -> None:
+    """The index of the result is another than that of the operand, which would make it a sum of whole rows."""
+    torch._dynamo.reset()
+    model = WithLogits(lambda loss, y, summed: (loss, summed + y)).double()
+    plan = replace(COLUMNS, layouts=[replace(LIE, index_map="a... b -> a... c")])
+    said = r"simulate_test::running at %running .* gives a rank \[4, 4\], and by its layout rule \[4, 8\]"
+    with pytest.raises(FxRewriteError, match=said):
+        simulate(model, {"x": torch.rand(4, 4, dtype=torch.float64)}, plan, {"tp": 2})
 
 
 def test_outputs_that_are_stated_in_chunks_are_compared_chunk_by_chunk() -> None:

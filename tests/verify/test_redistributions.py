@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from fxrewrite import Pattern, Rule, cap, op, where
 from fxrewrite.pattern.combinators import Literal
@@ -30,6 +31,11 @@ def relu_first(x: Any, src: Any, dst: Any, axis: Any) -> Any:
     return redistribute(x.relu(), src, dst, axis)
 
 
+def sent_wide(x: Any, src: Any, dst: Any, axis: Any) -> Any:
+    """The sample has no operator of ATen, which would say that methods are to be overloads."""
+    return redistribute(x.to(torch.float64), src, dst, axis).to(x.dtype)
+
+
 def whole_rows(x: Any, w: Any, src: Any, dst: Any, axis: Any) -> Any:
     return redistribute(x, src, dst, axis) @ w
 
@@ -45,10 +51,12 @@ def scaled_first(factor: float) -> Any:
         (op("relu", redistribution), (GATHERS,), relu_first),
         (op("mul", redistribution, 2.0), (SUMS,), scaled_first(2.0)),
         (PRODUCT, (GATHERS, ROWS), whole_rows),
+        (redistribution, (GATHERS,), sent_wide),
     ],
 )
 def test_true(pattern: Any, conditions: Any, replacement: Any) -> None:
-    verdict = Rule("true", Pattern((pattern,), conditions), replacement, numerics="reassociates").verify(samples=6)
+    settings: Any = {"numerics": "reassociates", "terminates": replacement is not sent_wide}
+    verdict = Rule("true", Pattern((pattern,), conditions), replacement, **settings).verify(samples=6)
     assert verdict.ok, str(verdict)
     assert verdict.samples == 6
     assert verdict.gradients

@@ -127,7 +127,7 @@ def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
         if len(sizes.keys() & set(names)) > 1
         for name in names
     }
-    free = [index for index in found.indices if index.kind != "whole" and not index.added]
+    free = [index for index in found.indices if index.kind != "whole" and index.added <= indices.added]
     together = {place: index.operands for index in free for place in index.operands}
     wrong, unjudged, said = set[Place](), set[Place](), set[Place]()
     for name in sizes.keys() - indices.whole:

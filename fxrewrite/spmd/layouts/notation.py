@@ -6,9 +6,9 @@
 An index that is in an operand and in a result can be sharded without communication. One that is only in operands is
 contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
 dimensions; `~x...` is any number in each operand, and they broadcast from the right. `x?` marks an operand that may be
-absent. `+` marks an operand that is added once, which forbids partial sums when it is there. A dimension that is made
-of two, as a view makes it and as texts write it, `(b s)`, is not read here: `view_map` and functions of a call give
-such maps.
+absent. `+` marks an operand that is added once: where the result is a partial sum, one rank adds it. A dimension that
+is made of two, as a view makes it and as texts write it, `(b s)`, is not read here: `view_map` and functions of a call
+give such maps.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class IndexMap:
     sizes: Mapping[str, Size]
     whole: frozenset[str] = frozenset()
     """Indices that every rank must hold whole."""
+    added: frozenset[int] = frozenset()
+    """Operands that are added once, by position: where a result is a partial sum, they are one, too."""
 
     def locate(self, terms: Terms, placement: Placement) -> IndexPart | None:
         """The index of `terms` that `placement` shards, or None where it falls between indices."""
@@ -137,15 +139,14 @@ class Notation:
         )
         results = [_spread(names, spread) for names in self.results]
         whole = {name for names in self.whole for name in _spread((names,), spread)}
-        if not self.added.isdisjoint(present):
-            whole |= sizes.keys() - {name for names in results for name in names}
         for names, shape in zip(results, result_shapes, strict=False):
             for name, size in zip(names, shape, strict=False):  # a result that is no tensor has no shape
                 if name not in sizes:
                     sizes[name] = size
                     whole.add(name)
         of_results = tuple(tuple((name,) for name in names) for names in results)
-        return IndexMap(terms, of_results, sizes, frozenset(whole))
+        added = frozenset(at for at, position in enumerate(present) if position in self.added)
+        return IndexMap(terms, of_results, sizes, frozenset(whole), added)
 
 
 def _spread(names: tuple[str, ...], spread: Mapping[str, int], own: int | None = None) -> list[str]:

@@ -152,6 +152,11 @@ class LayoutRule:
             raise RuleDefinitionError(
                 f"layout rule {self.id}: {self.index_map!r} is neither a notation nor a function of a call"
             )
+        if not isinstance(self.parts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: parts has a function for each operator, {{{self.ops[0]!r}: function}}, and is "
+                f"{self.parts!r}"
+            )
         if others := self.parts.keys() - set(self.ops):
             raise RuleDefinitionError(f"layout rule {self.id}: parts of {min(others)}, which is none of its operators")
         if not callable(self.neutral) and self.neutral not in ("zeros", ""):
@@ -166,6 +171,12 @@ class LayoutRule:
         if notation and (missing := [index for index in self.move_to if index not in names]):
             raise RuleDefinitionError(
                 f"layout rule {self.id}: move_to names {missing[0]!r}, and no operand of {notation.text!r} has it"
+            )
+        whole = {name.removesuffix("...") for name in notation.whole} if notation else set[str]()
+        if stay := [index for index in self.move_to if index in whole]:
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: move_to names {stay[0]!r}, which must be whole by {self.index_map!r}; name an "
+                "index that is independent"
             )
         self._check_schemas(notation)
 
@@ -185,6 +196,11 @@ class LayoutRule:
                 raise RuleDefinitionError(
                     f"layout rule {self.id}: {notation.text!r} has {len(notation.operands)} operands, and {takes}; "
                     "write one operand for each, and `x?` where it may be absent"
+                )
+            if notation is not None and not any(_gives(notation, schema) for schema in schemas):
+                raise RuleDefinitionError(
+                    f"layout rule {self.id}: {notation.text!r} has {len(notation.results)} results, and {op} gives "
+                    f"{' or '.join(sorted({str(len(_returned(schema))) for schema in schemas}))}"
                 )
             self._check_arguments(op, schemas, (self.shape_arg, *(name for name, _ in self.run_args)))
             known += schemas
@@ -261,6 +277,17 @@ def _takes(notation: Notation, schema: Schema) -> bool:
     absent = set(range(len(kinds), len(notation.operands)))
     has_list = any(kind.startswith("List[") for kind in kinds)
     return has_list or (len(kinds) <= len(notation.operands) and absent <= notation.optional)
+
+
+def _gives(notation: Notation, schema: Schema) -> bool:
+    """Whether the results of the notation can be those of a call; a list has any number of them."""
+    kinds = _returned(schema)
+    return not kinds or any(kind.startswith("List[") for kind in kinds) or len(kinds) == len(notation.results)
+
+
+def _returned(schema: Schema) -> list[str]:
+    """The types of what a call gives; none where that is unknown."""
+    return [str(value.type) for value in schema.overload._schema.returns] if schema.overload is not None else []
 
 
 def _tensors(schema: Schema) -> list[str]:

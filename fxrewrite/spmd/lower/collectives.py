@@ -6,7 +6,7 @@
     S -> S'     all-to-all                             backward: all-to-all
     P -> R      all-reduce                             backward: all-reduce, or nothing (`cotangents`)
     P -> S      reduce-scatter                         backward: all-gather
-    R -> P      the value on one rank, else zeros      no communication
+    R -> P      the value on one rank, else zeros      no communication, in backward neither
     S -> P      the rank's chunk among zeros           no communication
 
 A pending maximum or minimum is reduced by that instead of a sum; it is never differentiated.
@@ -34,7 +34,9 @@ from torch import fx
 
 from fxrewrite.errors import refuse
 from fxrewrite.graph.sizes import Size, is_same_size
+from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
+from fxrewrite.ops import is_view, memory_origins, mutated
 from fxrewrite.pattern import where
 from fxrewrite.pattern.combinators import Literal, cap, op
 from fxrewrite.pattern.pattern import Pattern
@@ -211,9 +213,17 @@ def _lowering(match: Match) -> Lowering:
 
 
 def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
-    """The rank's chunk of a value that every rank holds."""
+    """The rank's chunk of a value that every rank holds; a copy, if the value is written to in place."""
     low = _lowering(match)
-    return low.settled(low.held(x, dst), match.root)
+    chunk = low.held(x, dst)
+    return low.settled(aten.clone(chunk) if _is_written(match["x"]) else chunk, match.root)
+
+
+def _is_written(value: fx.Node) -> bool:
+    """Whether something writes to memory of the value, as to running statistics."""
+    origins = memory_origins(value)
+    views = reached(origins, lambda node: [user for user in node.users if is_view(user)])
+    return any(node in mutated(user) for node in views for user in node.users)
 
 
 redistribution = op(redistribute, cap("x"), cap("src", Literal), cap("dst", Literal), cap("axis", Literal))
@@ -312,7 +322,8 @@ def own_summand(match: Match, x: fx.Proxy, dst: Partial) -> fx.Proxy:
         return x  # the maximum of equal values is any of them
     low = _lowering(match)
     rank = aten.scalar_tensor(match.proxy(rank_node(match.edit, low.axis)), device=x.node.meta["val"].device)
-    return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
+    summand = aten.where(aten.eq(rank, 0), aten.detach(x), aten.zeros_like(x))
+    return match.call(PASS_GRADIENT, summand, x, 1 / low.num_ranks)
 
 
 @_lowers("own_chunk", moves(Shard, Partial))

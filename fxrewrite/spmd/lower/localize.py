@@ -143,7 +143,10 @@ class LocalizeShapes:
             if name in args:
                 stated = args[name]
                 many = list(stated) if isinstance(stated, (list, tuple)) else [stated]
-                local = [local_shape([length], replace(first, dim=0), num_ranks)[0] for length in many]
+                held = [placement if isinstance(placement, Shard) else first for placement in placements]
+                held = held if len(many) == len(held) else [first]  # one length, of all parts
+                lengths = zip(many, held, strict=True)
+                local = [local_shape([length], replace(of, dim=0), num_ranks)[0] for length, of in lengths]
                 sizes = [size_nodes(edit)(length) for length in local]
                 _set_argument(edit, node, args, name, sizes if isinstance(stated, (list, tuple)) else sizes[0])
         return 1

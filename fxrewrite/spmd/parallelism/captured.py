@@ -58,6 +58,14 @@ def _name_as_the_model(gm: fx.GraphModule, model: nn.Module) -> None:
             placeholder.meta["argument"] = name
 
 
+def check_module(model: object) -> None:
+    """Raise FxRewriteError for what has no parameters by name, such as a function."""
+    if not isinstance(model, nn.Module):
+        raise FxRewriteError(
+            f"the model is a {type(model).__name__}, and a plan places parameters by name: pass an nn.Module"
+        )
+
+
 def captured_call(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: Mapping[str, int]) -> CapturedCall:
     """The graph of `model(**inputs)` as a rank of the mesh calls it, which has a part of what own data are cut into.
 
@@ -65,6 +73,7 @@ def captured_call(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, me
         FxRewriteError: the parameters are in shards already, the data do not divide, or the model does not compile to
             one graph.
     """
+    check_module(model)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise FxRewriteError("the model's parameters are in shards already; pass the model as it is before that")
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}

@@ -51,8 +51,6 @@ Data: TypeAlias = Literal["shared", "own"]
 """What the ranks of an axis are called with: the same values, or values of their own."""
 CANONICAL = ("normal_forms", "flex_attention", "losses", "attention")
 """The registered rule sets that bring a graph into the forms that layout rules know."""
-AFTER_PLACEMENTS = ("biases",)
-"""Registered rule sets that read what is stated, and run before propagation."""
 DRAWS = ("random",)
 """Registered rule sets after which random numbers are drawn for whole values, as on one device."""
 
@@ -289,9 +287,8 @@ class Parallelism:
             ),
             *(() if is_own else (shipped[name] for name in DRAWS)),
             Place(f"{self.name}.place", self.place),
-            *(shipped[name] for name in AFTER_PLACEMENTS),
             *((RuleSet(f"{self.name}.rules", *self.rules),) if self.rules else ()),
-            PropagatePlacements(f"{self.name}.propagate", layouts, own_inputs=is_own),
+            PropagatePlacements(f"{self.name}.propagate", layouts, own_inputs=is_own, moves_draws=is_own),
             *((RuleSet(f"{self.name}.placed", *self.placed, needs=(PLACEMENTS,)),) if self.placed else ()),
             *(() if is_own else (RefuseShardedDraws(f"{self.name}.draws"),)),
             REDUCTIONS,

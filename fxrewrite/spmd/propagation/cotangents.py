@@ -13,6 +13,7 @@ are equal on all ranks, adjoints are free. Complete ones are summands, too (thei
 
     P -> R            all-reduce; backward: P * gradient if complete, else an all-reduce
     R -> summands     the identity; backward: an all-reduce, the mean, if the value is complete
+    R -> P            the value on one rank, else zeros; backward: gradient / P, which is complete
 
 An operator that every rank runs on whole values passes on what it gets. One that runs on chunks gives each replicated
 operand a summand. So the values whose cotangents are complete are one side of a cut, and an edge that crosses it pays
@@ -48,7 +49,7 @@ from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, collective_bytes
 from fxrewrite.spmd.propagation.decision import is_getitem
 from fxrewrite.spmd.propagation.place import RETURNED
-from fxrewrite.spmd.redistribute import redistribute
+from fxrewrite.spmd.redistribute import is_added_once, redistribute
 
 COMPLETE = Fact[bool]("complete cotangent")
 """Of a replicated value: True where its cotangent is complete on every rank."""
@@ -87,6 +88,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
             edit.set_fact(node, COMPLETE, value=True)
             # what reads an output computes the same on every rank, unless each has inputs of its own
             users = [user for user in users if user not in complete and (own_inputs or user.op != "output")]
+            users = [user for user in users if not is_added_once(user)]
             if users and node in flows:
                 made = _after(edit, node, first, users, MEAN_GRADIENT, (axis.group, axis.size), rule)
                 edit.set_meta(made, "axis", axis.name)
@@ -157,7 +159,7 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
         elif is_getitem(node):
             network.add_edge(node.args[0], node)
             network.add_edge(node, node.args[0])
-        users = [user for user in node.users if user.op != "output"]
+        users = [user for user in node.users if user.op != "output" and not is_added_once(user)]
         if users and all_reduce:
             # paid once, for all users that give it summands
             network.add_edge(node, (node, "read"), capacity=all_reduce)

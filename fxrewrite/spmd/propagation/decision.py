@@ -56,9 +56,14 @@ def spread(
 ) -> Decision:
     """The node runs with `part` sharded; its results are shown sharded on `home` where they have that index.
 
-    A result without the index of `part` is partial: `reduce_op` combines what the ranks have of it.
+    A result without the index of `part` is partial: `reduce_op` combines what the ranks have of it. Then what is added
+    once is partial, too.
     """
-    required = tuple(indices.placement(terms, part) for terms in indices.operands)
+    is_summed = not all(indices.has(terms, part.index) for terms in indices.results)
+    required = tuple(
+        Partial() if is_summed and position in indices.added else indices.placement(terms, part)
+        for position, terms in enumerate(indices.operands)
+    )
     produced = tuple(
         indices.placement(terms, part) if indices.has(terms, part.index) else Partial(reduce_op)
         for terms in indices.results

@@ -22,7 +22,7 @@ from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.propagation.place import STATED, argument_name
-from fxrewrite.spmd.redistribute import redistribute
+from fxrewrite.spmd.redistribute import is_added_once, redistribute
 
 _SHOWN = 8
 """Steps of a chain that are written out before its end."""
@@ -96,6 +96,7 @@ def _cause(node: fx.Node) -> fx.Node | None:
         return None
     operands = node.all_input_nodes if node.target is redistribute else operands_of(node) or node.all_input_nodes
     held = [operand for operand in operands if placement_of(operand) != Replicate() or operand.target is redistribute]
+    held = [operand for operand in held if not is_added_once(operand)]
     # A result is a shard because of an operand in shards, or a sum because of one that was a sum or a product's factor.
     same = [operand for operand in held if type(placement_of(operand)) is type(placement_of(node))]
     return next(iter(same or held), None)

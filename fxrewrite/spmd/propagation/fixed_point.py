@@ -52,7 +52,10 @@ class Propagation:
         prefer: Preference,
         given: Mapping[fx.Node, Placement] | None = None,
         own: AbstractSet[fx.Node] = frozenset(),
+        *,
+        moves_draws: bool = True,
     ) -> None:
+        self._moves_draws = moves_draws
         self._edit, self.graph, self.erased = edit, edit.graph, edit.erased
         self.functions = CustomFunctions(edit, context, self._in_body)
         self._given = given
@@ -306,7 +309,7 @@ class Propagation:
         stated, or where it shares memory that is written to in place."""
         if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased or node in self._own:
             return None
-        if REQUIRED.of(node) is not None:
+        if REQUIRED.of(node) is not None or (is_random(node) and not self._moves_draws):
             return None
         if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
             return None

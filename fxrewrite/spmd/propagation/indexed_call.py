@@ -96,7 +96,7 @@ class IndexedCall:
         home = next((p for p in parts if self._is_in_results(p)), blocked)
         for index in self.rule.move_to:
             part = IndexPart(index)
-            if index in self.indices.sizes and is_divided(self.indices, part, self.axis):
+            if index in self.indices.sizes.keys() - self.indices.whole and is_divided(self.indices, part, self.axis):
                 return spread(self.indices, part, home=home, why=f"{blocked.index} must be whole: moved to {index}")
         return None
 

@@ -53,6 +53,8 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, 
     # A pending reduction passes through what commutes with it: linear operators and sums. Nothing commutes with both a
     # sum and a shard, since each rank would combine its summand of the one with its chunk of the other.
     elif pending := [placement for placement in known if isinstance(placement, Partial)]:
+        if (found := _spread_by_rule(node, known, rules)) is not None:  # what is added once to a sum of shards
+            return found if several else found[0]
         sums = [operand for operand, placement in zip(operands, known, strict=True) if placement == Partial()]
         if several or any(isinstance(placement, Shard) for placement in known) or not is_linear_in(node, sums):
             _refuse(node, known, "is not linear in pending sums")
@@ -71,6 +73,15 @@ def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> 
     _, rule, indices = rules.of(node)
     if rule is None or indices is None:
         return None
+    found = _spread_by_rule(node, placements, rules)
+    return found or _refuse(node, placements, f"cannot run so by {rule.id} ({rule.says()})")
+
+
+def _spread_by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> tuple[Placement, ...] | None:
+    """What the node gives if its operands are placed as sharding one of its indices requires them; else None."""
+    _, rule, indices = rules.of(node)
+    if rule is None or indices is None:
+        return None
     located = zip(indices.operands, placements, strict=True)
     parts = [indices.locate(terms, placement) for terms, placement in located if isinstance(placement, Shard)]
     # Any operand that is sharded may tell the index; it counts if all others are placed as sharding that one requires.
@@ -79,7 +90,7 @@ def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> 
             decision = spread(indices, part, "", reduce_op=rule.reduce_op)
             if all(is_same_placement(want, have) for want, have in zip(decision.required, placements, strict=True)):
                 return decision.produced
-    return _refuse(node, placements, f"cannot run so by {rule.id} ({rule.says()})")
+    return None
 
 
 def _refuse(node: fx.Node, placements: list[Placement], why: str) -> NoReturn:

@@ -11,7 +11,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import mutates
 from fxrewrite.spmd.facts import PLACEMENT, set_placements
 from fxrewrite.spmd.layouts.rule import tensor_of
-from fxrewrite.spmd.placement import Axis, Placement, is_same_placement
+from fxrewrite.spmd.placement import Axis, Partial, Placement, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.redistribute import redistribute, without_padding
@@ -86,7 +86,9 @@ class Insertion:
         """A call that is made once for all users in its region."""
         at = (args[0], how, self._region)
         if at not in self._made:
-            like = operand if user.op == "output" else user
+            # A sum is completed for whatever computes it; shards are gathered for whoever reads them.
+            is_sum = target is redistribute and isinstance(args[1], Partial)
+            like = operand if user.op == "output" or is_sum else user
             made = self._edit.call(target, args, before=user, like=like, rule=self._name, val=tensor_of(operand))
             self._edit.set_fact(made, PLACEMENT, want)
             self._made[at] = made

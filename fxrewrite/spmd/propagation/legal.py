@@ -11,6 +11,7 @@ Before the transaction commits, no virtual operator is left. A violation names n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
+from fxrewrite.graph.sizes import Size, size_hint
 from fxrewrite.ops import is_virtual, key
 from fxrewrite.spmd.facts import PLACEMENT, result_placements
-from fxrewrite.spmd.layouts.rule import LayoutRules
-from fxrewrite.spmd.placement import Partial, is_same_placement
+from fxrewrite.spmd.layouts.rule import LayoutRules, tensor_of
+from fxrewrite.spmd.placement import Partial, Shard, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.infer import inferred
 from fxrewrite.spmd.redistribute import redistribute
@@ -63,6 +65,7 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
     placed = result_placements(node)
     if node.target is redistribute:
         _check_source(node, have[0], node.args[1])
+        _check_fits(node)
         _check_adjoint(node)
     # A node that still has the placements of its decision is right by propagation. Any other one, made or changed by a
     # rule, must be right by inference: this finds a rule that drops a reduction, or puts an operator on a wrong shard.
@@ -94,6 +97,22 @@ def _check_source(node: fx.Node, placement: Any, stated: Any) -> None:
     if isinstance(placement, tuple) or placement is None or not is_same_placement(placement, stated):
         operand = node.all_input_nodes[0]
         refuse(f"it starts from {stated}, and its operand %{operand.name} is {placement}", node=node)
+
+
+def _check_fits(node: fx.Node) -> None:
+    """Return where every rank can have a chunk of the value, if it is redistributed to chunks."""
+    dst: Any = node.args[2]
+    axis: Any = node.args[3]
+    if not isinstance(dst, Shard) or dst.uneven:
+        return
+    shape: Sequence[Size] = tensor_of(node).shape
+    rest = shape[dst.dim] % (dst.outer * axis.size) if 0 <= dst.dim < len(shape) else 1
+    if isinstance(rest, int) and rest:
+        refuse(
+            f"{axis} ranks do not divide a value {[*map(size_hint, shape)]} into {dst}",
+            node=node,
+            hint="in the rule, refuse() where axis.size does not divide the size, or state Shard(dim, uneven=True)",
+        )
 
 
 def _are_same(have: Any, required: Any) -> bool:

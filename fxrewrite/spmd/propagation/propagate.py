@@ -54,12 +54,21 @@ class PropagatePlacements:
         own_inputs: whether each rank of the axis is called with values of its own; then no work is done twice, and the
             report counts none. Shards of parameters are gathered for whatever else reads such values, unless its layout
             rule says that it sends them (`LayoutRule.sends_own`).
+        moves_draws: whether what draws random numbers may run on chunks of a dimension that is cheaper than the one
+            that its operands are sharded on; no, where draws on chunks are refused.
     """
 
     def __init__(
-        self, name: str, rules: LayoutRules, prefer: Preference = replicated_values, *, own_inputs: bool = False
+        self,
+        name: str,
+        rules: LayoutRules,
+        prefer: Preference = replicated_values,
+        *,
+        own_inputs: bool = False,
+        moves_draws: bool = True,
     ) -> None:
         self.name = name
+        self.moves_draws = moves_draws
         self.own_inputs = own_inputs
         self.rules = rules
         self.prefer = prefer
@@ -73,7 +82,7 @@ class PropagatePlacements:
         _check_stated(edit)
         _drop_redistributions_in_bodies(edit)
         own = _own_values(edit) if self.own_inputs else frozenset[fx.Node]()
-        propagation = Propagation(edit, self.rules, context, self.prefer, own=own)
+        propagation = Propagation(edit, self.rules, context, self.prefer, own=own, moves_draws=self.moves_draws)
         decisions = propagation.run()
         left = {node: decision for node, decision in decisions.items() if node not in edit.erased}
         _report_gathers_and_draws(left, report)

@@ -159,6 +159,33 @@ def test_a_model_without_these_ends() -> None:
         compared(lambda x: model(x).square().sum(), model, strict, {"x": x})
 
 
+class Bags(nn.Module):
+    """Bags of ids, of which each is a sum or a mean of rows."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens, self.head = nn.EmbeddingBag(CLASSES, WIDTH, **settings), nn.Linear(WIDTH, 2)
+        self.scales = nn.Parameter(torch.rand(4, 5))
+        self.offsets = None if settings.get("include_last_offset") is None else torch.tensor([0, 3, 3, 20])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids, scales = (ids, self.scales) if self.offsets is None else (ids.flatten(), self.scales.flatten())
+        is_scaled = self.embed_tokens.mode == "sum"
+        return self.head(self.embed_tokens(ids, self.offsets, scales if is_scaled else None)).square().mean()
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"include_last_offset": True}], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags(mode: str, settings: dict[str, Any]) -> None:
+    """A row of each bag is sent, and not the table."""
+    model = Bags(mode=mode, **settings).double()
+    found = compared(model, model, ENDS_ALONE, {"ids": IDS}, tolerance=1e-12)
+    assert found.forward == {("tp", "all_reduce"): 1}
+    assert found.backward == ({"all_reduce": 1} if mode == "sum" else {})  # of the scales' gradient
+    assert not found.report.events_of(Gathered)
+
+
 def test_operators_on_consecutive_rows() -> None:
     weight, ids = torch.randn(6, 3, dtype=torch.float64), torch.tensor([[0, 5], [3, 2]])
     parts = [lookup_rows(weight[rows], rows, ids, -1) for rows in torch.arange(6).chunk(2)]

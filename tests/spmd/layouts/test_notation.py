@@ -16,10 +16,13 @@ def test_linear_is_independent_in_its_rows() -> None:
     assert indices.whole == frozenset()
 
 
-def test_an_operand_that_is_added_once_forbids_partial_sums() -> None:
-    indices = parse("b... i, o i, +o? -> b... o").bind([(2, 6, 8), (12, 8), (12,)])
+def test_an_operand_that_is_added_once_is_known() -> None:
+    notation = parse("b... i, +o?, o i -> b... o")
+    indices, without = (notation.bind([(2, 6, 8), bias, (12, 8)]) for bias in ((12,), None))
     assert indices is not None
-    assert indices.whole == {"i"}
+    assert without is not None
+    assert indices.whole == without.whole == frozenset()
+    assert (indices.added, without.added) == ({1}, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ def test_what_is_added_broadcasts(shape: tuple[int, ...], terms: tuple[tuple[str
     assert indices is not None
     assert indices.operands[0] == terms
     assert indices.sizes == {"m": 8, "k": 6, "n": 12}
-    assert indices.whole == {"k"}
+    assert indices.added == {0}
 
 
 def test_dimensions_broadcast_where_the_notation_says_so() -> None:

@@ -99,6 +99,15 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     return torch.ops.aten.cumsum(x, 1)
 
 
+cut_odd = Rule("lies.cut_odd", Pattern((redistribution,), (moves(Partial, Replicate),)))
+
+
+@cut_odd.replacement
+def _(x: fx.Proxy, src: Placement, dst: Placement, axis: Axis) -> fx.Proxy:
+    """by way of chunks that the ranks do not divide"""
+    return redistribute(redistribute(x, src, Shard(0, outer=3), axis), Shard(0, outer=3), dst, axis)
+
+
 def check_gradients(gm: fx.GraphModule, run: RankRun) -> None:
     """The gradients are those of one device."""
     names = map(input_name, gm.graph.find_nodes(op="placeholder"))
@@ -125,6 +134,10 @@ def refused(rules: RuleSet, context: Any = None) -> str:
         (
             plan(ROWS, forget_sum, LOCALIZE, COLLECTIVE_RULES),
             "aten::square reads %linear_1 P(sum), and is not linear in pending sums",
+        ),
+        (
+            plan(ROWS, cut_odd, LOCALIZE, COLLECTIVE_RULES),
+            "lies.cut_odd: tp=2 ranks do not divide a value [4, 8] into S(0, outer=3) at %redistribute",
         ),
         (plan(ROWS, sum_chunks, LOCALIZE, COLLECTIVE_RULES), "lies.sum_chunks: aten::cumsum reads"),
         (plan(ROWS, LOCALIZE), "redistribute from P(sum) to R is left in a graph whose shapes are local"),
