@@ -20,6 +20,9 @@ from fxrewrite.ops.value import value
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
 
+_KERNEL_FLAGS = ("cudnn_enable", "cudnn_enabled")
+"""Which kernel computes a norm, and not what it computes: torch.export writes False where others write True."""
+
 _TRUE_DIVISION = frozenset({(torch.ops.aten.div.Tensor, "other"), (torch.ops.aten.div.Scalar, "other")})
 
 Convert: TypeAlias = Callable[[Any], Any]
@@ -118,6 +121,11 @@ def _as_float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def _enabled(flag: Any) -> bool:
+    del flag
+    return True
+
+
 def _whole(number: Any) -> Any:
     """Returns an integer for a float that is one; -0.0 and what an int64 cannot hold stay."""
     is_whole = type(number) is float and number.is_integer() and abs(number) < 2**53
@@ -135,6 +143,8 @@ def _conversions(schema: Schema, convert: Mapping[str, Convert]) -> Iterator[tup
             yield name, functools.partial(_repeated, parameter.repeats)
         if kind == "float" or (schema.overload, name) in _TRUE_DIVISION:
             yield name, _as_float
+        if name in _KERNEL_FLAGS:
+            yield name, _enabled
         if name in convert:
             yield name, convert[name]
         # A multiplier, such as `alpha`. `arange` takes no tensors; there the type of the step is that of the result.

@@ -126,3 +126,10 @@ def test_a_call_that_fits_no_signature_says_so() -> None:
         bind(aten.relu.default, X, Y)
     with pytest.raises(ops.BindingError, match=r"aten::to called with 1 positional arguments .* no keyword inplace"):
         bind("float", X, inplace=True)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(3), torch.nn.GroupNorm(1, 3), torch.nn.BatchNorm1d(3).eval()])
+def test_a_flag_of_kernels_means_nothing_that_is_computed(norm: torch.nn.Module) -> None:
+    exported = torch.export.export(norm, (torch.ones(2, 3),)).graph
+    flags = [list(ops.bind(node).values())[-1] for node in exported.nodes if "norm" in str(node.target)]
+    assert flags[-1] is True  # torch.export writes False, F.layer_norm and others mean True
