@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -15,7 +15,7 @@ from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
 from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import LiteralValue, Op, subterms
+from fxrewrite.pattern.terms import OF_PARTS, LiteralValue, Op, subterms
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Miss:
             if ops.is_view(instead) or ops.has_trait(instead, "same", "cast", "detach"):
                 return f"allow %{instead.name} with maybe() or chain(), or run rules.canonical.normal_forms first"
             return ""
+        if self.reason is Reason.OPERATOR and self.failure.found.startswith("["):
+            return OF_PARTS
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
             return "the graph was traced without values; torch.compile, torch.export and make_fx leave them on it"
         return _HINTS.get(self.reason, "")
@@ -66,6 +68,7 @@ class Explanation:
         misses: the roots at which it does not match, closest to a match first.
         root_keys: the operators that the first output may have.
         writing: calls of operators that write, whose functional form the pattern names.
+        instead: what the graph has instead of that operator, if it is known; else empty.
     """
 
     pattern: Pattern
@@ -74,6 +77,7 @@ class Explanation:
     misses: tuple[Miss, ...]
     root_keys: tuple[str, ...]
     writing: tuple[fx.Node, ...] = ()
+    instead: str = ""
 
     @property
     def nearness(self) -> float:
@@ -86,7 +90,7 @@ class Explanation:
             f"{self.num_matches} of {self.num_anchors} nodes {' or '.join(self.root_keys)} match",
         ]
         if not self.num_anchors:
-            lines.append(f"the graph has no node {' or '.join(self.root_keys)}")
+            lines.append(f"the graph has no node {' or '.join(self.root_keys)}{self.instead}")
         if self.writing:
             first = self.writing[0]
             lines.append(
@@ -107,8 +111,11 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
     matches = 0
     misses: list[Miss] = []
     writing: list[fx.Node] = []
+    modules: dict[str, None] = {}
     for node in nodes:
         key = ops.key(node)
+        if node.op == "call_module":
+            modules[key] = None
         if key in functional:
             writing.append(node)
         if key not in keys:
@@ -122,7 +129,21 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
             misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
     misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
-    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing))
+    instead = _instead(keys, list(modules))
+    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing), instead)
+
+
+def _instead(keys: Sequence[str], modules: Sequence[str]) -> str:
+    """Returns why a graph may not have the operators: it calls modules that may, or it calls none."""
+    if any(key.startswith("torch.nn.modules.") for key in keys):
+        only = "; only graphs of fx.symbolic_trace call modules, others have the functions that modules call"
+        return "" if modules else only
+    if not modules:
+        return ""
+    return (
+        f"; it calls modules, as {modules[0]}, and operators in them are not in this graph: trace the model by "
+        "torch.export, torch.compile or make_fx, or match op(torch.nn.Linear, x)"
+    )
 
 
 def _functional(pattern: Pattern) -> frozenset[str]:
