@@ -479,6 +479,8 @@ def _raised(root: fx.Node, error: Exception) -> Refusal:
     else:
         reason = f"the replacement raised {type(error).__name__}: {error}"
         hint = "let the pattern or a constraint exclude the match, or refuse() it"
+        if isinstance(error, fx.proxy.TraceError):
+            hint = "it cannot branch on entries of values, which exist only when the graph runs, but on their shapes"
     return Refusal(rule="", reason=reason, hint=hint, kind=Reason.RAISED)
 
 

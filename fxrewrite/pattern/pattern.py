@@ -257,7 +257,8 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
     pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
     unused = set(captures) - set(pattern.captures)
     if unused:
-        raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} do not occur in {pattern}")
+        names = ", ".join(sorted(capture.name for capture in unused))
+        raise RuleDefinitionError(f"pattern {name}: take the parameters {names} out, which {pattern} does not have")
     return pattern
 
 

@@ -21,6 +21,7 @@ import torch
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.ops.schemas import schemas_of
 
 CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
 
@@ -59,6 +60,15 @@ class Term:
                 "a pattern cannot unpack a value of unknown length; take its parts as value[0] ..., or as a, b = value"
             )
         return (self[index] for index in range(count))
+
+    def __index__(self) -> int:
+        raise RuleDefinitionError("a pattern knows no numbers, so it cannot loop over a size or a captured number")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise RuleDefinitionError(
+            "a pattern cannot write to x[i]; match the functional operator, such as slice_scatter or index_put, on a "
+            "graph made functional first"
+        )
 
     def __getitem__(self, index: Any) -> Term:
         if _is_shape(self):
@@ -503,6 +513,9 @@ def part_of(term: Term) -> tuple[Op, int] | None:
     return (base, index.value) if is_number and isinstance(base, Op) and has_parts(base) else None
 
 
+OF_PARTS = "to match the parts of a list, write each(part), with `def part(i: Literal): return parts[i]`"
+
+
 def has_parts(term: Term) -> bool:
     """Whether the value may be a tuple or a list: some overload of the operator returns one, or several results."""
     if not isinstance(term, Op):
@@ -511,7 +524,7 @@ def has_parts(term: Term) -> bool:
     packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return True
-    returns = [getattr(packet, overload)._schema.returns for overload in packet.overloads()]
+    returns = [schema.overload._schema.returns for schema in schemas_of(packet) if schema.overload is not None]
     return any(len(returned) > 1 or str(found.type).startswith("List[") for returned in returns for found in returned)
 
 

@@ -40,6 +40,10 @@ from fxrewrite.sources import toolkit_digest
 from fxrewrite.torch_versions import TORCH_VERSION
 
 _log = logging.getLogger(__name__)
+_EACH_BODY = (
+    "a slot of inductor has the body of each higher-order operator as a graph of its own, and each graph has to meet "
+    "the expectation; to plan.backend(...) they are one graph"
+)
 JOINED_PLANS = (
     "a | b puts the rules of two sets into one sweep, and a plan says already how often its sets run; write a >> b, or "
     "join the sets before .once() and .fixpoint()"
@@ -162,7 +166,8 @@ class Plan:
                 promise.keep(part)
             for rule_id, at_least in self.expectations.items():
                 if report.rule(rule_id).rewrites < at_least:
-                    raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
+                    unmet = self._unmet(rule_id, at_least, edit, report)
+                    raise MatchExpectationError(unmet if bodies else f"{unmet}\n{_EACH_BODY}")
             for part, _ in promises:
                 for node, (rule, sources) in part.computed.items():
                     if node.users:

@@ -77,6 +77,7 @@ class Builder:
 
         Raises:
             NoSampleError: an operator does not accept its arguments, or a constraint does not hold.
+            NoCallError: an operator of the pattern cannot be called in this way, whatever its arguments are.
         """
         outputs = self.calls()
         if self.sample.exposed:
@@ -115,6 +116,9 @@ class Builder:
             try:
                 node = self._attempt(term, path, ready, attempt)
                 self._check(set(self.bindings) - mark[0])
+            except NoCallError as error:
+                self._take_back(*mark)
+                raise NoCallError(f"{term_text(term)}: {error}") from error
             except TORCH_ERRORS as error:  # a wrong guess, a wrong call, or a predicate that fails on it
                 problem = f"{term_text(term)}: {named_line(error)}"
                 self._take_back(*mark)

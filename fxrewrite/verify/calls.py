@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, python_parameters, schema_of, schemas_of
 from fxrewrite.ops.tables import OPERATORS
-from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term
+from fxrewrite.pattern.terms import OF_PARTS, Capture, Ignore, ListOf, LiteralValue, Op, Term
 
 Form: TypeAlias = Literal["aten", "torch"]
 """ATen overloads, or functions and methods of torch."""
@@ -80,8 +80,15 @@ def signatures(term: Op) -> tuple[Schema, ...]:
     fitting = tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=True))
     fitting = fitting or tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=False))
     if not fitting:
+        whole = [name for name, part in term.args if isinstance(part, Op) and _is_list(packet, name)]
+        if whole:
+            raise NoCallError(f"a graph of ATen overloads has a list as {whole[0]} of {term.key}; {OF_PARTS}")
         raise NoCallError(f"no overload of {term.key} takes {', '.join(name for name, _ in term.args)} alone")
     return fitting
+
+
+def _is_list(packet: torch._ops.OpOverloadPacket, name: str) -> bool:
+    return any(p.kind == "List[Tensor]" for schema in schemas_of(packet) for p in schema.parameters if p.name == name)
 
 
 def _of_functional(term: Op) -> Schema | None:

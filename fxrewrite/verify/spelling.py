@@ -145,14 +145,15 @@ def _is_functional(name: str) -> bool:
 def _target_text(target: Any, modules: dict[str, None]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
-    name = _get_qualified_name(target).removeprefix("_")  # `_operator.mul`, as Python calls `operator.mul`
-    module = (getattr(target, "__module__", None) or "").removeprefix("_")
+    name = _get_qualified_name(target).replace("_operator.", "operator.", 1)
+    module = getattr(target, "__module__", None) or ""
+    module = "operator" if module == "_operator" else module
     last = name.rpartition(".")[2]
     if name == f"torch._C._nn.{last}" and _is_functional(last):
         return f"torch.nn.functional.{last}"
     if name.startswith("torch.") or not module:
         return name
-    if ops.is_virtual(target):  # by its own name, which its package may export in place of the module
+    if ops.is_virtual(target) or module == "__main__":  # by its own name, which a package may export for the module
         modules[f"{module}:{target.__name__}"] = None
         return target.__name__
     modules[module] = None

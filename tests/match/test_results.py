@@ -130,6 +130,12 @@ def test_a_result_is_missing_only_if_nothing_reads_it() -> None:
     assert found.num_matches == 2
 
 
+def test_an_operator_with_one_result_is_indexed_as_a_tensor() -> None:
+    rule = made(lambda x: (x * 2)[0], lambda x: x[0] * 2)  # `mul` of TorchScript's lists is none of graphs
+    for form in (fx.symbolic_trace, lambda f: traced(f, X)):
+        assert apply(form(lambda x: torch.mul(x, 2)[0]), rule).rewrites == 1
+
+
 def test_missing_results_are_verified() -> None:
     def pattern(x):
         both = torch.aminmax(x, dim=-1)

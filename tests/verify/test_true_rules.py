@@ -419,6 +419,26 @@ def test_no_sample_is_an_error_that_says_how_near_it_came() -> None:
         verdict.raise_if_false()
 
 
+@pytest.mark.parametrize(
+    ("term", "why"),
+    [
+        (op(torch.nn.Linear, X), "Linear is a module, of which no samples are made; test the rule on the functions"),
+        (op("cat", op("split", X, 2)), r"a graph of ATen overloads has a list as tensors of aten::cat; to match the"),
+    ],
+)
+def test_a_pattern_of_which_no_graph_can_be_made_is_given_up_at_once(term: Any, why: str) -> None:
+    verdict = verify(rule_of(term, lambda x: torch.relu(x)), samples=4)
+    assert "no sample can be made: " in verdict.error
+    assert why in verdict.error
+    assert "0 of 4 samples were found among 4 graphs" in verdict.remarks
+
+
+def test_what_the_verdict_says_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    verdict = verify(rule_of(torch.relu(X), lambda x: torch.relu(x).view(-3)), samples=2)
+    assert "the replacement raised RuntimeError" in str(verdict.counterexample)
+    assert not caplog.records
+
+
 def test_a_verdict_says_why_most_matches_are_refused() -> None:
     def body(x: Any, dim: int) -> Any:
         return torch.unsqueeze(x.relu(), dim if dim >= 0 else dim + x.ndim)  # it forgets to add 1
