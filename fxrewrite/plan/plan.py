@@ -120,7 +120,7 @@ class Plan:
         Raises:
             RuleDefinitionError: the plan has no rule or step of that name, or `at_least` is not a number above 0.
         """
-        known = [label_of(member) for stage in self.stages for member, _ in stage.rules.leaves()]
+        known = [label_of(member) for stage in self.stages for member in stage.rules.leaves()]
         if rule_id not in known:
             near = did_you_mean(rule_id, known) or f"; it has {', '.join(known)}"
             raise RuleDefinitionError(f"the plan has no rule or step {rule_id!r}{near}")
