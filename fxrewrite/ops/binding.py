@@ -16,7 +16,7 @@ from fxrewrite.ops import keys
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, python_parameters, schema_of, schemas_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper, parameters_of
-from fxrewrite.ops.value import value
+from fxrewrite.ops.value import MISSING, value
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
 
@@ -205,6 +205,8 @@ def is_settled(spelled: tuple[Any, ...]) -> bool:
 def _kind(argument: Any) -> Any:
     """Returns a cache key of all that `fits` reads of an argument."""
     if isinstance(argument, fx.Node):
+        if _is_unknown_attribute(argument):
+            return getattr
         argument = value(argument)
     if isinstance(argument, (list, tuple)):
         return list, tuple(_kind(item) for item in argument)
@@ -256,10 +258,12 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Si
     is_other = keys.wrapper_of(target) is not None and "::" not in keys.call_key(target, args, kwargs)
     of = keys.python_function(target) if is_other else target
     signatures = _signatures(of, len(args), tuple(kwargs), _spread_from(target, args), as_operator=not is_other)
-    # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
-    for numbers_as_tensors in (False, True):
+    # What has no value is a tensor if some overload takes one, as the `src` of `scatter` that may be a number too. And
+    # torch wraps a number into a 0-dim tensor only if no overload takes the number itself.
+    guessed = tuple(map(_as_tensor, args)), {name: _as_tensor(given) for name, given in kwargs.items()}
+    for given, numbers_as_tensors in ((guessed, False), ((args, kwargs), False), ((args, kwargs), True)):
         for signature in signatures:
-            bound = signature.bind(args, kwargs)
+            bound = signature.bind(*given)
             if signature.schema.overload is None or all(
                 fits(parameter, bound[parameter.name])
                 or (numbers_as_tensors and _is_wrapped_number(parameter, bound[parameter.name]))
@@ -268,6 +272,16 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Si
             ):
                 return signature
     raise BindingError(f"{keys.key(target)} called with {args} {dict(kwargs)}: no overload of it takes these arguments")
+
+
+def _as_tensor(argument: Any) -> Any:
+    is_unknown = isinstance(argument, fx.Node) and value(argument) is MISSING
+    return torch.Tensor() if is_unknown and not _is_unknown_attribute(argument) else argument
+
+
+def _is_unknown_attribute(node: fx.Node) -> bool:
+    """Whether it reads an attribute, such as a dtype, in a graph without values."""
+    return node.target is getattr and value(node) is MISSING
 
 
 def _spread_from(target: Any, args: tuple[Any, ...]) -> int | None:

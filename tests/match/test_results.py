@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxrewrite import Literal, Rule, functional
+from fxrewrite import Literal, Pattern, Rule, cap, functional, op
 from fxrewrite.match import explain
 from fxrewrite.rule_file import dump_rules, parse_rules
 from fxrewrite.verify import Draw
@@ -134,6 +134,19 @@ def test_an_operator_with_one_result_is_indexed_as_a_tensor() -> None:
     rule = made(lambda x: (x * 2)[0], lambda x: x[0] * 2)  # `mul` of TorchScript's lists is none of graphs
     for form in (fx.symbolic_trace, lambda f: traced(f, X)):
         assert apply(form(lambda x: torch.mul(x, 2)[0]), rule).rewrites == 1
+
+
+@pytest.mark.parametrize("form", ["torch", "aten"])
+def test_what_may_be_a_number_is_a_tensor_if_the_pattern_captures_it(form: str) -> None:
+    rule = made(lambda x, at, y: torch.scatter(x, 0, at, y), lambda x, at, y: x + y)  # another overload takes a number
+    at = torch.zeros(2, 2, dtype=torch.int64)
+    trace = fx.symbolic_trace if form == "torch" else lambda f: traced(f, X, at, X)
+    assert apply(trace(lambda x, at, y: x.scatter(0, at, y)), rule).rewrites == 1
+    of_number = Rule(
+        "test.it", Pattern((op("scatter", cap("x"), 0, cap("at"), cap("n", Literal)),)), lambda x, n: x + n
+    )
+    assert apply(trace(lambda x, at, y: x.scatter(0, at, y)), of_number).rewrites == 0
+    assert apply(trace(lambda x, at, y: x.scatter(0, at, 2.0)), of_number).rewrites == 1
 
 
 def test_missing_results_are_verified() -> None:
