@@ -368,7 +368,7 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
             "call says nothing; match detach(x) for a value without its gradient, and casts as x.to(dtype)"
         )
     try:
-        signature = ops.signature_of(target, args, kwargs)
+        signature = _signature(target, args, kwargs)
     except ops.BindingError as error:
         raise RuleDefinitionError(f"in a pattern: {error}") from error
     overload = signature.schema.overload
@@ -386,6 +386,21 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
         literal_index = is_index and name == signature.names[1] and not holds_term(value)  # here `...` means itself
         terms.append((name, LiteralValue(value) if literal_index else as_term(_sizes(name, value))))
     return Op(key, tuple(terms), shared)
+
+
+def _signature(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ops.Signature:
+    """Returns the signature of a call: of several, that in which what the pattern takes for a tensor is one."""
+    tensors = tuple(map(_as_tensor, args)), {name: _as_tensor(value) for name, value in kwargs.items()}
+    try:
+        return ops.signature_of(target, *tensors)
+    except ops.BindingError:  # a value of the graph may be a list, too
+        return ops.signature_of(target, args, kwargs)
+
+
+def _as_tensor(value: Any) -> Any:
+    is_value = isinstance(value, Capture) and value.kind in ("node", "param")
+    is_result = isinstance(value, Op) and not is_size(value) and not has_parts(value)
+    return torch.Tensor() if is_value or is_result else value
 
 
 def in_steps(term: Op) -> Op | None:
@@ -520,9 +535,8 @@ def has_parts(term: Term) -> bool:
     """Whether the value may be a tuple or a list: some overload of the operator returns one, or several results."""
     if not isinstance(term, Op):
         return False
-    namespace, separator, name = term.key.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    packet = ops.packet_of(term.key)
+    if packet is None:
         return True
     returns = [schema.overload._schema.returns for schema in schemas_of(packet) if schema.overload is not None]
     return any(len(returned) > 1 or str(found.type).startswith("List[") for returned in returns for found in returned)

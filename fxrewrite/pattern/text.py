@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fxrewrite.errors import RuleDefinitionError, first_line
+from fxrewrite.ops import packet_of
 from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern.combinators import (
     chain,
@@ -123,12 +124,9 @@ def _op_text(term: Op) -> str:
 @functools.cache
 def _positional(key: str, given: tuple[str, ...]) -> int:
     """Returns how many of the given arguments may be positional: the longest prefix of a schema that has them all."""
-    namespace, separator, name = key.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return 0
+    packet = packet_of(key)
     best = 0
-    for schema in schemas_of(packet):
+    for schema in schemas_of(packet) if packet is not None else ():
         if set(given) <= set(schema.names):
             free = [p.name for p in schema.parameters if not p.keyword_only]
             count = 0

@@ -121,8 +121,9 @@ def _call(key: str, arguments: Mapping[str, Any], match: Match | _AtOnce) -> Any
     if key in ("prim::dtype", "prim::device"):
         (node,) = given
         return getattr(match.proxy(node) if isinstance(node, fx.Node) else node, key.removeprefix("prim::"))
-    namespace, _, name = key.partition("::")
-    return match.call(getattr(getattr(torch.ops, namespace), name), **arguments)
+    target = ops.named_operator(key)
+    assert target is not None
+    return match.call(target, **arguments)
 
 
 def _is_value(given: Any) -> bool:
@@ -193,10 +194,8 @@ def _unstarred(term: Term, lists: frozenset[str]) -> Iterator[str]:
 
 
 def _takes_lists(key: str) -> set[str]:
-    if key == ONCE:
-        return set()
-    namespace, _, name = key.partition("::")
-    found = schemas_of(getattr(getattr(torch.ops, namespace), name))
+    packet = ops.packet_of(key)
+    found = schemas_of(packet) if packet is not None else ()  # once() is no operator
     return {parameter.name for schema in found for parameter in schema.parameters if "List[" in parameter.kind}
 
 
