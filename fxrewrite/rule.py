@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from torch import fx
+from torch.fx.proxy import TraceError
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, misread_context
@@ -479,7 +480,7 @@ def _raised(root: fx.Node, error: Exception) -> Refusal:
     else:
         reason = f"the replacement raised {type(error).__name__}: {error}"
         hint = "let the pattern or a constraint exclude the match, or refuse() it"
-        if isinstance(error, fx.proxy.TraceError):
+        if isinstance(error, TraceError):
             hint = "it cannot branch on entries of values, which exist only when the graph runs, but on their shapes"
     return Refusal(rule="", reason=reason, hint=hint, kind=Reason.RAISED)
 

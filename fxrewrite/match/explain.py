@@ -46,11 +46,18 @@ class Miss:
             return ""
         if self.reason is Reason.OPERATOR and self.failure.found.startswith("["):
             return OF_PARTS
+        is_input = instead is not None and instead.op == "placeholder"
+        if self.reason is Reason.CAPTURE and is_input and self.failure.expected.startswith("a parameter"):
+            return _INPUT
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
             return "the graph was traced without values; torch.compile, torch.export and make_fx leave them on it"
         return _HINTS.get(self.reason, "")
 
 
+_INPUT = (
+    "graphs behind autograd, and the graph of an exported program alone, do not tell parameters from inputs: run the "
+    "plan by plan.backend(...), pre_grad or plan.apply_export"
+)
 _HINTS = {
     Reason.ARGUMENTS: "mention the argument in the pattern, or allow any with loose()",
     Reason.LITERAL: "capture it with Literal, or ignore it with ...",

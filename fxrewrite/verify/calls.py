@@ -35,11 +35,6 @@ class NoCallError(ValueError):
     """An operator cannot be called in this way."""
 
 
-def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
-    found = ops.named_operator(key) if "::" in key else None
-    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
-
-
 def _function(key: str) -> Any:
     """Returns the callable of a key: a higher-order operator, or one by its dotted name, if its module is imported."""
     if "::" in key and (operator := ops.named_operator(key)) is not None:
@@ -74,7 +69,7 @@ def signatures(term: Op) -> tuple[Schema, ...]:
     Raises:
         NoCallError: there is no such signature.
     """
-    packet = _packet(term.key)
+    packet = ops.packet_of(term.key)
     if packet is None:
         return (_of_functional(term) or _python_signature(term.key),)
     fitting = tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=True))
@@ -145,7 +140,7 @@ def first_name(key: str) -> str:
     Raises:
         NoCallError: there is no such callable.
     """
-    packet = _packet(key)
+    packet = ops.packet_of(key)
     found = schemas_of(packet)[0].names if packet is not None else _python_signature(key).names
     return next(iter(found), "arg0")
 
@@ -156,7 +151,7 @@ def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: E
     Raises:
         NoCallError: the operator cannot be called in this way in this form.
     """
-    packet = _packet(key)
+    packet = ops.packet_of(key)
     if packet is None:
         return _emit_function(form, key, given, make)
     if form == "aten":
@@ -179,9 +174,14 @@ def _emit_function(form: Form, key: str, given: Mapping[str, Any], make: Emit) -
 def _by_position(
     parameters: Sequence[Parameter], given: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns the arguments up to the first that is not given or has to be named, and the others by name."""
+    """Returns the arguments up to the first that is not given or has to be named, and the others by name.
+
+    Those of `*args` are by position: they are called `arg2` and so on, and no parameter is.
+    """
     first = itertools.takewhile(lambda p: p.name in given and not p.keyword_only, parameters)
     names = [parameter.name for parameter in first]
+    known = {parameter.name for parameter in parameters}
+    names += [name for name in given if name not in known and name.removeprefix("arg").isdigit()]
     return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 

@@ -43,6 +43,8 @@ _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
 _REFUSALS = 8
 """Matches refused per requested sample after which no more graphs are proposed, if the rule has rewritten none."""
+_UNMATCHED = 400
+"""Graphs after which no more are proposed, if none of them matches."""
 _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
 _RARE = 6
@@ -229,6 +231,8 @@ class _Search:
             if not self.counts["compared"] and self.counts["refused"] >= _REFUSALS * samples:
                 break
             if self.counts["uncallable"] == index >= samples:
+                break
+            if index >= _UNMATCHED and not self.counts["compared"] and not self.counts["refused"]:
                 break
             # Enough samples, but some alternatives did not occur yet: extend the search once, in proportion to these.
             if self.counts["compared"] >= samples and not is_extended:
