@@ -119,10 +119,13 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
     misses: list[Miss] = []
     writing: list[fx.Node] = []
     modules: dict[str, None] = {}
+    in_place: dict[str, None] = {}
     for node in nodes:
         key = ops.key(node)
         if node.op == "call_module":
             modules[key] = None
+        elif key.endswith("_") and key[:-1] in keys:
+            in_place[key] = None
         if key in functional:
             writing.append(node)
         if key not in keys:
@@ -136,12 +139,17 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
             misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
     misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
-    instead = _instead(keys, list(modules))
+    instead = _instead(keys, list(modules), list(in_place))
     return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing), instead)
 
 
-def _instead(keys: Sequence[str], modules: Sequence[str]) -> str:
-    """Returns why a graph may not have the operators: it calls modules that may, or it calls none."""
+def _instead(keys: Sequence[str], modules: Sequence[str], in_place: Sequence[str]) -> str:
+    """Returns why a graph may not have the operators: it calls them in place, or modules that may, or no module."""
+    if in_place:
+        return (
+            f'; it has {in_place[0]}, which writes: normalize(gm), plan.backend(..., graph="aten") and the slots of '
+            "inductor behind pre_grad have functional graphs"
+        )
     if any(key.startswith("torch.nn.modules.") for key in keys):
         only = "; only graphs of fx.symbolic_trace call modules, others have the functions that modules call"
         return "" if modules else only

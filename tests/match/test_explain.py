@@ -70,6 +70,11 @@ def test_a_graph_that_calls_modules_has_not_what_they_do() -> None:
     assert "others have" not in why(lambda x: op(torch.nn.Conv1d, x), model)
 
 
+def test_a_graph_that_writes_in_place_says_where_it_would_not() -> None:
+    text = why(lambda x: x * torch.sigmoid(x), lambda x: (y := x.clone()).mul_(torch.sigmoid(y)))
+    assert 'it has aten::mul_, which writes: normalize(gm), plan.backend(..., graph="aten") and the slots' in text
+
+
 def test_a_list_stands_in_a_graph_of_overloads_as_its_parts() -> None:
     def parts(x):
         return torch.cat(torch.split(x, 1))
