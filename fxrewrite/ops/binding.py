@@ -121,6 +121,14 @@ def _as_float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def _as_device(value: Any) -> Any:
+    return torch.device(value) if isinstance(value, str) else value
+
+
+def _true_or_none(flag: Any) -> Any:
+    return None if flag is False else flag
+
+
 def _enabled(flag: Any) -> bool:
     del flag
     return True
@@ -143,6 +151,10 @@ def _conversions(schema: Schema, convert: Mapping[str, Convert]) -> Iterator[tup
             yield name, functools.partial(_repeated, parameter.repeats)
         if kind == "float" or (schema.overload, name) in _TRUE_DIVISION:
             yield name, _as_float
+        if kind == "Device":
+            yield name, _as_device
+        if name == "pin_memory":
+            yield name, _true_or_none
         if name in _KERNEL_FLAGS:
             yield name, _enabled
         if name in convert:
@@ -160,7 +172,7 @@ _SOLE: ByTarget[torch._ops.OpOverload | Literal[False]] = ByTarget()
 _OVERLOADS: dict[Any, torch._ops.OpOverload | None] = {}
 """Overloads by the kinds of the arguments, because binding does not distinguish `gt.Tensor` from `gt.Scalar`."""
 _BY_KINDS: dict[Any, Signature] = {}
-"""Signatures by spelling and kinds of the arguments, where `_SIGNATURES` has None."""
+"""Signatures by key, spelling and kinds of the arguments, where `_SIGNATURES` has None."""
 
 
 def bind(node: fx.Node) -> dict[str, Any]:
@@ -184,7 +196,8 @@ def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         _TARGETS[spelled[0]] = target
         found = _SIGNATURES[spelled] = _settled(target, len(args), tuple(kwargs))
     if found is None:
-        kinds = (spelled, *map(_kind, args), *map(_kind, kwargs.values()))
+        key = keys.call_key(target, args, kwargs)  # which a wrapper has by what it is given, as `reduction="batchmean"`
+        kinds = (key, spelled, *map(_kind, args), *map(_kind, kwargs.values()))
         found = _BY_KINDS.get(kinds)
         if found is None:
             found = _BY_KINDS[kinds] = _choose(target, args, kwargs)
@@ -210,8 +223,6 @@ def _kind(argument: Any) -> Any:
         argument = value(argument)
     if isinstance(argument, (list, tuple)):
         return list, tuple(_kind(item) for item in argument)
-    if type(argument) is int:
-        return int, argument < 0  # for a wrapper, a negative number may mean something else
     return type(argument)
 
 
@@ -225,7 +236,8 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if sole and "out" not in kwargs:
         return sole
     name = target if type(target) is str else id(target)
-    kinds = (name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
+    key = keys.call_key(target, args, kwargs)
+    kinds = (key, name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
     found = _OVERLOADS.get(kinds, _OVERLOADS)
     if found is _OVERLOADS:
         _TARGETS[name] = target
