@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fxrewrite import ops
@@ -112,20 +113,14 @@ class Explanation:
 
 def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
     """Evaluates the conditions of the pattern at every node that has the operator of its first output."""
-    variants = lower(pattern)
+    nodes, variants = list(nodes), lower(pattern)
     keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
     functional = _functional(pattern)
     matches = 0
     misses: list[Miss] = []
     writing: list[fx.Node] = []
-    modules: dict[str, None] = {}
-    in_place: dict[str, None] = {}
     for node in nodes:
         key = ops.key(node)
-        if node.op == "call_module":
-            modules[key] = None
-        elif key.endswith("_") and key[:-1] in keys:
-            in_place[key] = None
         if key in functional:
             writing.append(node)
         if key not in keys:
@@ -139,26 +134,39 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
             misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
     misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
-    instead = _instead(keys, list(modules), list(in_place))
+    instead = "" if matches or misses else _instead(keys, nodes)
     return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing), instead)
 
 
-def _instead(keys: Sequence[str], modules: Sequence[str], in_place: Sequence[str]) -> str:
-    """Returns why a graph may not have the operators: it calls them in place, or modules that may, or no module."""
-    if in_place:
+def _instead(keys: Sequence[str], nodes: Sequence[fx.Node]) -> str:
+    """Returns what the graph has in place of the operators: the same in place, modules that call them, or parts."""
+    called = dict.fromkeys(map(ops.key, nodes))
+    writing = next((f"{key}_" for key in keys if f"{key}_" in called), "")
+    if writing:
         return (
-            f'; it has {in_place[0]}, which writes: normalize(gm), plan.backend(..., graph="aten") and the slots of '
+            f'; it has {writing}, which writes: normalize(gm), plan.backend(..., graph="aten") and the slots of '
             "inductor behind pre_grad have functional graphs"
         )
+    modules = [ops.key(node) for node in nodes if node.op == "call_module"]
+    if modules:
+        is_module = any(key.startswith("torch.nn.modules.") for key in keys)
+        return (
+            ""
+            if is_module
+            else (
+                f"; it calls modules, as {modules[0]}, and operators in them are not in this graph: trace the model by "
+                "torch.export, torch.compile or make_fx, or match op(torch.nn.Linear, x)"
+            )
+        )
     if any(key.startswith("torch.nn.modules.") for key in keys):
-        only = "; only graphs of fx.symbolic_trace call modules, others have the functions that modules call"
-        return "" if modules else only
-    if not modules:
-        return ""
-    return (
-        f"; it calls modules, as {modules[0]}, and operators in them are not in this graph: trace the model by "
-        "torch.export, torch.compile or make_fx, or match op(torch.nn.Linear, x)"
-    )
+        return "; only graphs of fx.symbolic_trace call modules, others have the functions that modules call"
+    function = next((key for key in keys if key.startswith("torch.") and "::" not in key), "")
+    if function and any(isinstance(node.target, torch._ops.OpOverload) for node in nodes):
+        return (
+            f"; it has ATen overloads, and {function} is no operator but calls some: write these in the pattern, or "
+            "run the plan on Dynamo's graph, by plan.backend(...)"
+        )
+    return ""
 
 
 def _functional(pattern: Pattern) -> frozenset[str]:
