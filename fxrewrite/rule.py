@@ -467,6 +467,7 @@ def _replace(
     for node in reversed(created):  # calls whose result the replacement did not use
         if not node.users and node not in results and ops.is_pure(node):
             edit.erase(node)
+    edit.erase_unused(match.unread)
     replaced = [node for node in match.nodes if node not in match.kept] if match.kept else match.nodes
     edit.erase_unused(replaced if len(replaced) < 3 else sorted(replaced, reverse=True))
 

@@ -149,6 +149,22 @@ def test_what_may_be_a_number_is_a_tensor_if_the_pattern_captures_it(form: str) 
     assert apply(trace(lambda x, at, y: x.scatter(0, at, 2.0)), of_number).rewrites == 1
 
 
+def test_a_result_that_is_taken_and_not_read_leaves_with_the_match() -> None:
+    rule = made(lambda x: torch.max(x, -1)[0], lambda x: torch.amax(x, -1))
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    both = graph.call_function(torch.ops.aten.max.dim, (a, -1))
+    values, indices = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+    graph.output((values, graph.call_function(operator.getitem, (both, 1))))
+    assert indices.users == {}
+    read = fx.GraphModule(torch.nn.Module(), graph)
+    assert "no user of root.a outside the match, found %getitem_2" in str(explain(rule.pattern, read.graph.nodes))
+    gm = traced(lambda a: torch.max(a, -1)[0] + 1, X)
+    assert apply(gm, rule).rewrites == 1
+    assert targets(gm) == ["aten.amax.default", "aten.add.Tensor"]
+    assert torch.equal(gm(X), X.amax(-1) + 1)
+
+
 def test_missing_results_are_verified() -> None:
     def pattern(x):
         both = torch.aminmax(x, dim=-1)
