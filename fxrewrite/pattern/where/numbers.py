@@ -266,7 +266,10 @@ def _holds(left: Any, relation: str, *right: Any) -> bool:
 
 def _found(numbers: tuple[Number, ...], captures: Mapping[str, Any]) -> str:
     atoms = dict.fromkeys(atom for number in numbers for atom in _atoms(number))
-    return ", ".join(atom.said(atom.read(captures)) for atom in atoms)
+    said = [atom.said(atom.read(captures)) for atom in atoms]
+    computed = [(number, _read(number, captures)) for number in numbers if isinstance(number, Arithmetic)]
+    said += [f"{number} is {value}" for number, value in computed if isinstance(value, float)]  # 1 - 0.9 is not 0.1
+    return ", ".join(said)
 
 
 def _unknown(*found: Any) -> str:
