@@ -196,12 +196,19 @@ def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         _TARGETS[spelled[0]] = target
         found = _SIGNATURES[spelled] = _settled(target, len(args), tuple(kwargs))
     if found is None:
-        key = keys.call_key(target, args, kwargs)  # which a wrapper has by what it is given, as `reduction="batchmean"`
-        kinds = (key, spelled, *map(_kind, args), *map(_kind, kwargs.values()))
+        meant = _meant(target, args, kwargs)
+        kinds = (meant, spelled, *map(_kind, args), *map(_kind, kwargs.values()))
         found = _BY_KINDS.get(kinds)
         if found is None:
             found = _BY_KINDS[kinds] = _choose(target, args, kwargs)
     return found  # pyright: ignore[reportReturnType]
+
+
+def _meant(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Returns the key of a call whose arguments decide by their values what it is, as `reduction="batchmean"` does."""
+    wrapper = keys.wrapper_of(target)
+    decides = wrapper is not None and wrapper.depends_on_values
+    return keys.call_key(target, args, kwargs) if decides else ""
 
 
 def spelling(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -236,8 +243,8 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if sole and "out" not in kwargs:
         return sole
     name = target if type(target) is str else id(target)
-    key = keys.call_key(target, args, kwargs)
-    kinds = (key, name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
+    meant = _meant(target, args, kwargs)
+    kinds = (meant, name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
     found = _OVERLOADS.get(kinds, _OVERLOADS)
     if found is _OVERLOADS:
         _TARGETS[name] = target
@@ -257,9 +264,7 @@ def _sole_overload(target: Any) -> torch._ops.OpOverload | Literal[False]:
 def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Signature | None:
     """Returns the signature of all calls with this spelling; None if the arguments themselves decide."""
     wrapper = keys.wrapper_of(target)
-    if (wrapper is not None and (wrapper.unless or wrapper.needs_default)) or (
-        count and _packed_from(target) is not None
-    ):
+    if (wrapper is not None and wrapper.depends_on_values) or (count and _packed_from(target) is not None):
         return None
     signatures = _signatures(target, count, keywords)
     return signatures[0] if all(_same(signatures[0], other) for other in signatures[1:]) else None

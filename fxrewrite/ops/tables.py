@@ -230,6 +230,11 @@ class Wrapper:
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether values of arguments decide if a call is the operator, and not their kinds alone."""
+        return bool(self.unless or self.needs_default)
+
 
 _UNARY = {"self": "input"}
 _LOSS = ("size_average", "reduce")
