@@ -13,7 +13,8 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fxrewrite.pattern.combinators import (
 from fxrewrite.pattern.terms import (
     ONCE,
     Capture,
+    CaptureKind,
     Chain,
     Each,
     Either,
@@ -83,7 +85,7 @@ def term_text(term: Term) -> str:
     if isinstance(term, Ignore):
         return "..."
     if isinstance(term, LiteralValue):
-        return _literal_text(term.value)
+        return literal_text(term.value)
     if isinstance(term, ListOf):
         return f"[{', '.join(map(term_text, term.items))}]"
     if isinstance(term, Each):
@@ -139,25 +141,26 @@ def _positional(key: str, given: tuple[str, ...]) -> int:
 def _index_text(index: Term) -> str:
     """Writes a tuple of indices without parentheses, because a list of indices means something else."""
     if isinstance(index, LiteralValue) and isinstance(index.value, tuple):
-        return ", ".join(map(_literal_text, index.value)) + ("," if len(index.value) == 1 else "")
+        return ", ".join(map(literal_text, index.value)) + ("," if len(index.value) == 1 else "")
     if isinstance(index, ListOf):
         return ", ".join(map(term_text, index.items)) + ("," if len(index.items) == 1 else "")
     return term_text(index)
 
 
-def _literal_text(value: Any) -> str:
+def literal_text(value: Any) -> str:
+    """Returns a Python value as source, from which Python and the parsers of patterns and constraints make it again."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_literal_text, value))}]"
+        return f"[{', '.join(map(literal_text, value))}]"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_literal_text, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(literal_text, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     if isinstance(value, complex) and not repr(value)[:1].isdecimal():  # 1j is read as it is, and (1+2j) is a sum
-        return f"complex({_literal_text(value.real)}, {_literal_text(value.imag)})"
+        return f"complex({literal_text(value.real)}, {literal_text(value.imag)})"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     if isinstance(value, slice):
-        return f"slice({_literal_text(value.start)}, {_literal_text(value.stop)}, {_literal_text(value.step)})"
+        return f"slice({literal_text(value.start)}, {literal_text(value.stop)}, {literal_text(value.step)})"
     if value is ...:
         return "Ellipsis"
     if isinstance(value, torch._ops.OpOverload):
@@ -165,14 +168,14 @@ def _literal_text(value: Any) -> str:
     return repr(value)
 
 
-def parse_term(text: str) -> Term:
-    """Parses the text form of a term; only the vocabulary above is evaluated.
+def parse_term(text: str, kinds: Mapping[str, CaptureKind] = MappingProxyType({})) -> Term:
+    """Parses the text form of a term; only the vocabulary above is evaluated. A bare name captures a node, or its kind.
 
     Raises:
         RuleDefinitionError: the text is not an expression of the pattern language; the message names the column.
     """
     try:
-        return as_term(_Parser(text).read(ast.parse(text, mode="eval").body))
+        return as_term(_Parser(text, kinds).read(ast.parse(text, mode="eval").body))
     except SyntaxError as error:
         raise RuleDefinitionError(f"pattern {text!r}, column {error.offset}: {error.msg}") from error
     except (RecursionError, MemoryError) as error:
@@ -186,8 +189,8 @@ def column_of(text: str, node: ast.expr) -> int:
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, kinds: Mapping[str, CaptureKind]) -> None:
+        self.text, self.kinds = text, kinds
 
     def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
         return RuleDefinitionError(f"pattern {self.text!r}, column {column_of(self.text, node)}: {what}")
@@ -196,7 +199,7 @@ class _Parser:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
-            return Capture(node.id)
+            return Capture(node.id, self.kinds.get(node.id, "node"))
         if isinstance(node, ast.List):
             return [part for item in node.elts for part in self.items(item)]
         if isinstance(node, ast.Tuple):

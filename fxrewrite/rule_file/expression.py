@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,8 +150,8 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
         raise RuleDefinitionError(
             f"pattern {text!r}: siblings() are as many as the graph has; their replacement is Python"
         )
-    term = parse_term(text)
     captures = {capture.name: capture.kind for capture in pattern.captures}
+    term = _bare(parse_term(text, captures))  # their kinds decide which overload a call means
     for node, what in _misplaced(ast.parse(text, mode="eval").body, tuple(captures)):
         raise RuleDefinitionError(f"pattern {text!r}, column {column_of(text, node)}: {what}")
     for found in subterms(term):
@@ -177,6 +177,17 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
             f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {pattern.num_outputs} outputs"
         )
     return Expression(outputs)
+
+
+def _bare(term: Term) -> Term:
+    """Returns the term with its captures as they are written in a replacement, whatever their kind."""
+    if isinstance(term, Capture):
+        return Capture(term.name)
+    if isinstance(term, Op):
+        return replace(term, args=tuple((name, _bare(part)) for name, part in term.args))
+    if isinstance(term, ListOf):
+        return ListOf(tuple(map(_bare, term.items)))
+    return replace(term, term=_bare(term.term)) if isinstance(term, Each) else term
 
 
 def _unstarred(term: Term, lists: frozenset[str]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.fx.graph import magic_methods
 from torch.fx.node import _get_qualified_name
 
 from fxrewrite import ops
+from fxrewrite.pattern.text import literal_text
 
 _OF_ATEN = {
     "remainder": "mod",
@@ -170,10 +171,4 @@ def text_of(value: Any, names: Names) -> str:
         return f"[{joined}]" if isinstance(value, list) else f"({joined}{',' * (len(items) == 1)})"
     if isinstance(value, slice):
         return f"slice({text_of(value.start, names)}, {text_of(value.stop, names)}, {text_of(value.step, names)})"
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return f'float("{value}")'
-    if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
-    if isinstance(value, torch._ops.OpOverload):
-        return f"torch.ops.{value}"
-    return repr(value)
+    return literal_text(value)
