@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 from fxrewrite import ops
@@ -120,8 +121,10 @@ class Pattern:
         for output in self.outputs:
             if isinstance(output, (LiteralValue, ListOf)):
                 value = output.value if isinstance(output, LiteralValue) else []
-                found = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else term_text(output)
+                is_kind = isinstance(value, (dict, list, FunctionType))
+                found = f"a {type(value).__name__}" if is_kind else term_text(output)
                 missing = "; is its `return` missing?" if value is None else ""
+                missing = "; are its () missing?" if isinstance(value, FunctionType) else missing
                 raise RuleDefinitionError(f"a pattern gives a call, or a tuple of calls, not {found}{missing}")
             if not _is_anchored(output):
                 raise RuleDefinitionError(

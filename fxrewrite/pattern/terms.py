@@ -41,9 +41,11 @@ class Term:
     def __getattr__(self, name: str) -> Any:
         if name in _READ:
             return call(_READ[name], (self,), {})
+        if name in (results := _named_results(self)):
+            return self[results.index(name)]
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
-        instead = _TRANSPOSED.get(name, "it has shape, dtype and device, else see fxrewrite.where")
+        instead = _INSTEAD.get(name, "it has shape, dtype and device, else see fxrewrite.where")
         raise AttributeError(f"a pattern has no attribute {name!r}; {instead}")
 
     def __bool__(self) -> bool:
@@ -78,6 +80,12 @@ class Term:
         return call(operator.getitem, (self, index), {})
 
 
+def _named_results(term: Term) -> tuple[str, ...]:
+    """Returns the names of several results of an operator of torch: "values" and "indices" of `max`."""
+    named = getattr(torch.return_types, term.key.partition("::")[2], None) if isinstance(term, Op) else None
+    return getattr(named, "__match_args__", ())
+
+
 def _unpacked(frame: FrameType) -> int | None:
     """Returns into how many names the code that runs unpacks a value, as `torch.fx` does; None if it does not."""
     steps = dis.get_instructions(frame.f_code)
@@ -91,14 +99,18 @@ _READ: Mapping[str, Any] = {
     "device": torch.ops.prim.device,
 }
 """What is read of a value as an attribute."""
-_TRANSPOSED: Mapping[str, str] = {
+_INSTEAD: Mapping[str, str] = {
+    "real": "write torch.real(x)",
+    "imag": "write torch.imag(x)",
+    "ndim": 'state it, as in where=["rank(x) == 2"]',
+} | {
     name: f'write x.transpose(-2, -1){conj}, or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
     for name, key, conj in (
         *(("T", "numpy_T", ""), ("mT", "mT", "")),
         *(("H", "matrix_H", ".conj()"), ("mH", "mH", ".conj()")),
     )
 }
-"""What to write instead of an attribute that is a transposed value."""
+"""What to write instead of an attribute."""
 _NUMBERS_OF = ("aten::size", "aten::numel")
 _ATTRIBUTES_OF = ("prim::dtype", "prim::device")
 ONCE = "fxrewrite::once"

@@ -152,6 +152,12 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
     assert (LiteralValue(a) == LiteralValue(b)) == (freeze(a) == freeze(b))
 
 
+def test_results_have_the_names_that_torch_gives_them() -> None:
+    assert trace(lambda x: torch.max(x, -1).values) == trace(lambda x: torch.max(x, -1)[0])
+    assert trace(lambda x: x.sort().indices + 1) == trace(lambda x: x.sort()[1] + 1)
+    assert trace(lambda x: torch.linalg.svd(x).Vh) == trace(lambda x: torch.linalg.svd(x)[2])
+
+
 def writes_an_item(x: Any) -> Any:
     y = torch.empty_like(x)
     y[0] = x
@@ -170,6 +176,7 @@ def writes_an_item(x: Any) -> Any:
         ),
         (lambda x: None, "a pattern gives a call, or a tuple of calls, not None; is its `return` missing?"),
         (lambda x: [torch.relu(x), torch.exp(x)], "a pattern gives a call, or a tuple of calls, not a list"),
+        (lambda x: x.relu, r"a pattern gives a call, or a tuple of calls, not a function; are its \(\) missing\?"),
         (lambda x: {"y": torch.relu(x)}, "a pattern gives a call, or a tuple of calls, not a dict"),
         (lambda x: maybe(torch.relu(x)), "must be an operator: it would match every node"),
         (lambda x, y: torch.relu(x), r"take the parameters y out, which relu\(x\) does not have"),
@@ -190,6 +197,8 @@ def writes_an_item(x: Any) -> Any:
         (lambda x: functional("port_a_list::fill", [x, x]), r"functional\("),
         (lambda x: torch.relu(x.grad), "a pattern has no attribute 'grad'; it has shape, dtype and device"),
         (lambda x, y: x @ y.T, r"a pattern has no attribute 'T'; write x.transpose\(-2, -1\), or op"),
+        (lambda x: torch.relu(x.real), r"a pattern has no attribute 'real'; write torch.real\(x\)"),
+        (lambda x: x * x.ndim, r"no attribute 'ndim'; state it, as in where=\[\"rank\(x\) == 2\"\]"),
         (lambda x: x.mH * 2, r"no attribute 'mH'; write x.transpose\(-2, -1\).conj\(\), or op"),
         (lambda x: x.relu() if x else x, "cannot branch on a value"),
         (lambda x: torch.ger(x), "missing 1 required"),
