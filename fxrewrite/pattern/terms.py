@@ -75,7 +75,10 @@ class Term:
     def __getitem__(self, index: Any) -> Term:
         if _is_shape(self):
             if type(index) is not int:
-                raise RuleDefinitionError(f"a pattern takes sizes one by one, x.shape[0], and not [{index}] of a shape")
+                raise RuleDefinitionError(
+                    f"a pattern takes sizes one by one, x.shape[0] or b, s, d = x.shape, and not [{index}] of a shape; "
+                    "for any rank, capture the whole argument, as shape: Any"
+                )
             return call(_READ["shape"], (self.args[0][1], index), {})
         return call(operator.getitem, (self, index), {})
 
