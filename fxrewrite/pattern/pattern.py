@@ -108,7 +108,7 @@ class Pattern:
 
     def _check_numbers(self) -> None:
         """Refuses arithmetic on captured numbers alone: a graph holds its result, and no call."""
-        for term in (found for output in self.outputs for found in subterms(output)):
+        for term in self._terms():
             if isinstance(term, Op) and term.key in _ARITHMETIC and all(is_number(part) for _, part in term.args):
                 raise RuleDefinitionError(
                     f"{term_text(term)} is computed of captured numbers, and a graph holds the result alone; capture "
