@@ -40,9 +40,9 @@ from fxrewrite.sources import toolkit_digest
 from fxrewrite.torch_versions import TORCH_VERSION
 
 _log = logging.getLogger(__name__)
-_EACH_BODY = (
-    "a slot of inductor has the body of each higher-order operator as a graph of its own, and each graph has to meet "
-    "the expectation; to plan.backend(...) they are one graph"
+_EACH_GRAPH = (
+    "in a slot of inductor the forward pass, the backward pass and each body of a higher-order operator are graphs of "
+    "their own, and each has to meet the expectation; to plan.backend(...) a graph and its bodies are one"
 )
 JOINED_PLANS = (
     "a | b puts the rules of two sets into one sweep, and a plan says already how often its sets run; write a >> b, or "
@@ -167,7 +167,7 @@ class Plan:
             for rule_id, at_least in self.expectations.items():
                 if report.rule(rule_id).rewrites < at_least:
                     unmet = self._unmet(rule_id, at_least, edit, report)
-                    raise MatchExpectationError(unmet if bodies else f"{unmet}\n{_EACH_BODY}")
+                    raise MatchExpectationError(unmet if bodies else f"{unmet}\n{_EACH_GRAPH}")
             for part, _ in promises:
                 for node, (rule, sources) in part.computed.items():
                     if node.users:
