@@ -16,7 +16,7 @@ from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Match
 from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
-from fxrewrite.pattern.terms import ONCE, parts_of, subterms
+from fxrewrite.pattern.terms import ONCE, CaptureKind, parts_of, subterms
 from fxrewrite.pattern.text import column_of, terms_text
 
 _ON_NUMBERS: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {
@@ -150,7 +150,7 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
         raise RuleDefinitionError(
             f"pattern {text!r}: siblings() are as many as the graph has; their replacement is Python"
         )
-    captures = {capture.name: capture.kind for capture in pattern.captures}
+    captures: dict[str, CaptureKind] = {capture.name: capture.kind for capture in pattern.captures}
     term = _bare(parse_term(text, captures))  # their kinds decide which overload a call means
     for node, what in _misplaced(ast.parse(text, mode="eval").body, tuple(captures)):
         raise RuleDefinitionError(f"pattern {text!r}, column {column_of(text, node)}: {what}")
