@@ -34,7 +34,7 @@ further: env  ## the other cases, and four processes: with `make test` all there
 	$(PYTEST) --cases=further
 
 quick: env  ## the engine and the core of AutoSP, without processes: for every edit
-	$(PYTEST) --cases=some -m 'not gloo and not slow' tests/flow tests/graph tests/match tests/ops tests/pattern tests/spmd \
+	$(PYTEST) --cases=some -m 'not gloo and not slow' tests/graph tests/match tests/ops tests/pattern tests/spmd \
 		tests/autosp/test_config.py tests/autosp/test_gradients.py tests/autosp/test_refusals.py \
 		tests/test_architecture.py tests/test_plan.py tests/test_rule.py tests/test_report.py
 

@@ -16,7 +16,6 @@ a reader sees. Programs read classes and fields, never the sentence.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,7 +30,7 @@ from pydantic import (
     model_serializer,
 )
 
-from fxrewrite.errors import FxRewriteError, Reason, Refusal, RuleDefinitionError, did_you_mean
+from fxrewrite.errors import FxRewriteError, Refusal, RuleDefinitionError, did_you_mean
 
 
 class Event(BaseModel, frozen=True, extra="forbid"):
@@ -198,14 +197,6 @@ class Report(EventLog):
     def refusals(self) -> list[Refusal]:
         """All refusals, in the order of the rules."""
         return [refusal for entry in self.rules for refusal in entry.refusals]
-
-    def refused_because(self) -> dict[str, int]:
-        """Number of refusals by reason, most frequent first."""
-        return dict(Counter(refusal.reason for refusal in self.refusals).most_common())
-
-    def refused_by(self) -> dict[Reason, int]:
-        """Number of refusals by kind of reason, most frequent first."""
-        return dict(Counter(refusal.kind for refusal in self.refusals).most_common())
 
     def text(self, *, times: bool = True) -> str:
         """A table of rules, then refusals and events; without times it is the same in every run, for snapshots."""

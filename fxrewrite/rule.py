@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from torch import fx
+from torch.fx.proxy import TraceError
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, misread_context
@@ -466,6 +467,7 @@ def _replace(
     for node in reversed(created):  # calls whose result the replacement did not use
         if not node.users and node not in results and ops.is_pure(node):
             edit.erase(node)
+    edit.erase_unused(match.unread)
     replaced = [node for node in match.nodes if node not in match.kept] if match.kept else match.nodes
     edit.erase_unused(replaced if len(replaced) < 3 else sorted(replaced, reverse=True))
 
@@ -479,6 +481,8 @@ def _raised(root: fx.Node, error: Exception) -> Refusal:
     else:
         reason = f"the replacement raised {type(error).__name__}: {error}"
         hint = "let the pattern or a constraint exclude the match, or refuse() it"
+        if isinstance(error, TraceError):
+            hint = "it cannot branch on entries of values, which exist only when the graph runs, but on their shapes"
     return Refusal(rule="", reason=reason, hint=hint, kind=Reason.RAISED)
 
 

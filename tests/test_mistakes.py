@@ -127,6 +127,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: negate(under_autocast).apply(graph()),
         r"signs.negate: a replacement calls .*matmul in a mode of its own.* and casts as x.to\(dtype\), at %neg_1",
     ),
+    "two values for one": (
+        lambda: RuleSet(
+            "signs", Rule("signs.double", Pattern((op("mul", cap("x"), 2),)), lambda x: (x, x), shapes="changes")
+        ).apply(fx.symbolic_trace(lambda x: x * 2)),
+        r"signs.double: the replacement returned \(x, x\); expected one value of the graph, at %mul",
+    ),
     "no such capture": (
         lambda: negate(lambda match: match["y"]).apply(graph()),
         r"signs.negate: match\['y'\]: the pattern captures nothing of that name; it captures x",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RULE_SETS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["fxrewrite.rules"]
+
+
+def test_make_runs_tests_that_exist() -> None:
+    named = set(re.findall(r"tests/[\w/]+(?:\.py)?", (ROOT / "Makefile").read_text()))
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def run_python(program: str, *, cwd: Path) -> str:

@@ -87,7 +87,9 @@ def test_outputs_that_no_place_can_compute_are_refused() -> None:
     )
     report = apply(gm, merged)
     assert state(gm) == before
-    assert "%exp uses the output %linear before the capture %exp is computed" in report.refused_because()
+    assert "%exp uses the output %linear before the capture %exp is computed" in [
+        refusal.reason for refusal in report.refusals
+    ]
 
 
 def test_new_nodes_have_a_value_a_source_line_and_the_name_of_the_rule() -> None:

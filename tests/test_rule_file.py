@@ -85,6 +85,11 @@ def test_a_constraint_of_a_file_stands_in_the_way() -> None:
     assert "expected dtype(x) in {float32, bfloat16}, found x has dtype float64" in str(silu.explain(gm))
 
 
+def scattered(x: Any, at: Any) -> Any:
+    """Nothing is scattered; an index is empty."""
+    return torch.scatter(x, 0, torch.empty(0, 3, dtype=torch.int64), at)
+
+
 @pytest.mark.parametrize(
     ("pattern", "replace", "run", "expected"),
     [
@@ -100,6 +105,18 @@ def test_a_constraint_of_a_file_stands_in_the_way() -> None:
         ("relu(x)", 'op("aten::relu", slice(x))', torch.relu, "slice relu"),
         ("gelu(x, approximate=any(how))", "gelu(x, approximate=how)", torch.nn.GELU("tanh"), "gelu"),
         ("linear(x, w, opt(b))", "linear(x, w, b)", lambda x: torch.nn.functional.linear(x, x), "linear"),
+        (
+            "scatter(exp(x), 0, i, lit(n))",
+            "exp(scatter(x, 0, i, n))",
+            lambda x: scattered(x.exp(), 1),
+            "empty scatter exp",
+        ),
+        (
+            "exp(scatter(x, 0, i, y))",
+            "scatter(exp(x), 0, i, exp(y))",
+            lambda x: scattered(x, x).exp(),
+            "empty exp exp scatter",
+        ),
         ("cat([*exp(t)])", "exp(t[-1])", lambda x: torch.cat([x.exp()]), "exp"),
         ("exp(x)", "exp(reshape(x, [size(x, 0), -1]))", torch.exp, "sym_size reshape exp"),
         (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         refuse_precompile as refuse_precompile,
         untraced_callers as untraced_callers,
     )
-    from fxrewrite.backends.export import apply_to_export as apply_to_export
+    from fxrewrite.backends.export import apply_to_export as apply_to_export, exported_graph as exported_graph
     from fxrewrite.backends.forms import decomposed_in as decomposed_in, forms as forms
     from fxrewrite.backends.inductor import (
         OVERLAP as OVERLAP,

@@ -55,9 +55,8 @@ def _dispatched() -> frozenset[str]:
 
 def is_decomposed(key: str, table: Mapping[Any, Callable[..., Any]]) -> bool:
     """Whether no functional overload of the operator with this key is left in a graph after the table is applied."""
-    namespace, separator, name = key.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    packet = ops.packet_of(key)
+    if packet is None:
         return False
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     functional = [o for o in overloads if not o._schema.is_mutable and o.name() in _dispatched()]

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import (
     ArgumentSpec,
     ExportGraphSignature,
+    InputKind,
     OutputSpec,
     SymBoolArgument,
     SymFloatArgument,
@@ -28,12 +29,21 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.copy import copy_module
 
 R = TypeVar("R")
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _KINDS = (
     (TensorArgument, torch.Tensor),
     (SymIntArgument, torch.SymInt),
     (SymFloatArgument, torch.SymFloat),
     (SymBoolArgument, torch.SymBool),
 )
+
+
+def exported_graph(program: ExportedProgram) -> fx.GraphModule:
+    """Returns a copy of the program's graph in which `is_parameter` knows parameters, buffers and constants."""
+    gm = copy_module(program.graph_module)
+    for node, spec in zip(gm.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+        node.meta["is_parameter"] = spec.kind in _HELD
+    return gm
 
 
 def apply_to_export(
@@ -59,7 +69,7 @@ def apply_to_export(
             f"apply_export takes an ExportedProgram, as torch.export.export gives it, not {type(program).__name__}; "
             "for an fx.GraphModule there are plan.apply(gm) and plan.applied(gm)"
         )
-    gm = copy_module(program.graph_module)
+    gm = exported_graph(program)
     report = rewrite(apply, gm, context)
     signature = _signature(program.graph_signature, gm)
     _check_module_calls(program, gm)

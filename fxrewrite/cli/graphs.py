@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import fx
 
-from fxrewrite.backends import capture
+from fxrewrite.backends import capture, exported_graph
 from fxrewrite.capture import normalize
 from fxrewrite.errors import FxRewriteError, named_line
 from fxrewrite.registry import find_object, raised_text
@@ -52,7 +52,7 @@ def load_graph(path: str, level: Level | None = None) -> Subject:
         raise GraphError(f"{path} is of type {type(found).__name__}; expected {_WANTED}{hint}")
     if level is not None:
         raise GraphError(f"{path} is a graph already, at its own level; --level is for a module with inputs")
-    return Subject(found) if isinstance(found, fx.GraphModule) else Subject(found.graph_module, found)
+    return Subject(found) if isinstance(found, fx.GraphModule) else Subject(exported_graph(found), found)
 
 
 def _exported(path: str) -> torch.export.ExportedProgram:

@@ -17,7 +17,7 @@ import enum
 import hashlib
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from types import FunctionType
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ from fxrewrite.graph.bodies import body_of
 from fxrewrite.graph.canonical_order import in_canonical_order
 from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.source import source_line
 from fxrewrite.ops import dtype_name, held
 
 _DTYPES = {
@@ -55,28 +54,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def graph_text(
     gm: fx.GraphModule,
     *,
-    facts: bool = True,
-    source: bool = False,
     rules: bool = False,
-    axis_names: Mapping[str, str] | None = None,
     without: Collection[fx.Node] = (),
     canonical_order: bool = False,
 ) -> str:
-    """Returns the graph as text, one value per line, optionally with facts, source line, and the rules that made it.
+    """Returns the graph as text, one value per line with the facts about it, and optionally the rules that made it.
 
-    `axis_names` maps process-group names to mesh axes for nodes without `meta["axis"]`. Nodes in `without` are omitted,
-    such as those that a transaction is going to erase. In `canonical_order`, graphs that differ in the order of
-    independent operators have one text.
+    Nodes in `without` are omitted, such as those that a transaction is going to erase. In `canonical_order`, graphs
+    that differ in the order of independent operators have one text.
     """
-    writer = GraphWriter(
-        gm,
-        facts=facts,
-        source=source,
-        rules=rules,
-        axis_names=axis_names,
-        without=without,
-        canonical_order=canonical_order,
-    )
+    writer = GraphWriter(gm, rules=rules, without=without, canonical_order=canonical_order)
     return "\n".join(line for _, line in writer.lines())
 
 
@@ -96,14 +83,11 @@ class GraphWriter:
         gm: fx.GraphModule,
         *,
         facts: bool = True,
-        source: bool = False,
         rules: bool = False,
-        axis_names: Mapping[str, str] | None = None,
         without: Collection[fx.Node] = (),
         canonical_order: bool = False,
     ) -> None:
-        self._facts, self._source, self._rules = facts, source, rules
-        self._axis_names = axis_names or {}
+        self._facts, self._rules = facts, rules
         self._groups: dict[str, str] = {}
         self._names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
@@ -132,7 +116,6 @@ class GraphWriter:
         text = self._call(gm, node) if node.op == "output" else f"{self._names[node]}{kind} = {self._call(gm, node)}"
         comments = [
             self._facts_of(node) if self._facts else "",
-            source_line(node) if self._source else "",
             ", ".join(node.meta.get("fxrewrite", ())) if self._rules else "",
         ]
         comment = "; ".join(filter(None, comments))
@@ -205,8 +188,6 @@ class GraphWriter:
     def _group(self, node: fx.Node, name: str) -> str:
         if "axis" in node.meta:
             return str(node.meta["axis"])
-        if name in self._axis_names:
-            return self._axis_names[name]
         return self._groups.setdefault(name, f"group{len(self._groups)}")
 
     def _argument(self, value: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fxrewrite import ops
@@ -15,7 +16,7 @@ from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
 from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import LiteralValue, Op, subterms
+from fxrewrite.pattern.terms import OF_PARTS, LiteralValue, Op, subterms
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,20 @@ class Miss:
             if ops.is_view(instead) or ops.has_trait(instead, "same", "cast", "detach"):
                 return f"allow %{instead.name} with maybe() or chain(), or run rules.canonical.normal_forms first"
             return ""
+        if self.reason is Reason.OPERATOR and self.failure.found.startswith("["):
+            return OF_PARTS
+        is_input = instead is not None and instead.op == "placeholder"
+        if self.reason is Reason.CAPTURE and is_input and self.failure.expected.startswith("a parameter"):
+            return _INPUT
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
             return "the graph was traced without values; torch.compile, torch.export and make_fx leave them on it"
         return _HINTS.get(self.reason, "")
 
 
+_INPUT = (
+    "graphs behind autograd, and the graph of an exported program alone, do not tell parameters from inputs: run the "
+    "plan by plan.backend(...), pre_grad or plan.apply_export"
+)
 _HINTS = {
     Reason.ARGUMENTS: "mention the argument in the pattern, or allow any with loose()",
     Reason.LITERAL: "capture it with Literal, or ignore it with ...",
@@ -66,6 +76,7 @@ class Explanation:
         misses: the roots at which it does not match, closest to a match first.
         root_keys: the operators that the first output may have.
         writing: calls of operators that write, whose functional form the pattern names.
+        instead: what the graph has instead of that operator, if it is known; else empty.
     """
 
     pattern: Pattern
@@ -74,6 +85,7 @@ class Explanation:
     misses: tuple[Miss, ...]
     root_keys: tuple[str, ...]
     writing: tuple[fx.Node, ...] = ()
+    instead: str = ""
 
     @property
     def nearness(self) -> float:
@@ -86,7 +98,7 @@ class Explanation:
             f"{self.num_matches} of {self.num_anchors} nodes {' or '.join(self.root_keys)} match",
         ]
         if not self.num_anchors:
-            lines.append(f"the graph has no node {' or '.join(self.root_keys)}")
+            lines.append(f"the graph has no node {' or '.join(self.root_keys)}{self.instead}")
         if self.writing:
             first = self.writing[0]
             lines.append(
@@ -101,7 +113,7 @@ class Explanation:
 
 def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
     """Evaluates the conditions of the pattern at every node that has the operator of its first output."""
-    variants = lower(pattern)
+    nodes, variants = list(nodes), lower(pattern)
     keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
     functional = _functional(pattern)
     matches = 0
@@ -122,7 +134,39 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
             misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
     misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
-    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing))
+    instead = "" if matches or misses else _instead(keys, nodes)
+    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing), instead)
+
+
+def _instead(keys: Sequence[str], nodes: Sequence[fx.Node]) -> str:
+    """Returns what the graph has in place of the operators: the same in place, modules that call them, or parts."""
+    called = dict.fromkeys(map(ops.key, nodes))
+    writing = next((f"{key}_" for key in keys if f"{key}_" in called), "")
+    if writing:
+        return (
+            f'; it has {writing}, which writes: normalize(gm), plan.backend(..., graph="aten") and the slots of '
+            "inductor behind pre_grad have functional graphs"
+        )
+    modules = [ops.key(node) for node in nodes if node.op == "call_module"]
+    if modules:
+        is_module = any(key.startswith("torch.nn.modules.") for key in keys)
+        return (
+            ""
+            if is_module
+            else (
+                f"; it calls modules, as {modules[0]}, and operators in them are not in this graph: trace the model by "
+                "torch.export, torch.compile or make_fx, or match op(torch.nn.Linear, x)"
+            )
+        )
+    if any(key.startswith("torch.nn.modules.") for key in keys):
+        return "; only graphs of fx.symbolic_trace call modules, others have the functions that modules call"
+    function = next((key for key in keys if key.startswith("torch.") and "::" not in key), "")
+    if function and any(isinstance(node.target, torch._ops.OpOverload) for node in nodes):
+        return (
+            f"; it has ATen overloads, and {function} is no operator but calls some: write these in the pattern, or "
+            "run the plan on Dynamo's graph, by plan.backend(...)"
+        )
+    return ""
 
 
 def _functional(pattern: Pattern) -> frozenset[str]:

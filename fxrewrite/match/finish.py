@@ -183,11 +183,17 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     exposed = [(values[path], is_shared, path) for path, is_shared in below if not values[path].users.keys() <= inside]
     exposed += [(node, is_shared, "an item") for node, is_shared in items if not node.users.keys() <= inside]
     kept: set[fx.Node] = set()
+    unread: list[fx.Node] = []
     for node, is_shared, place in exposed:
         if node in outputs:
             continue
+        outside = [user for user in node.users if user not in nodes]
+        reading = [user for user in outside if user.users or user.target is not operator.getitem]
+        if not reading:  # tracing takes every result of an operator, also those that nothing reads
+            unread += outside
+            continue
         if not is_shared:
-            user = next(user for user in node.users if user not in nodes)
+            user = reading[0]
             expected, found = f"no user of {place} outside the match", f"%{user.name} uses %{node.name}"
             return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
         kept.add(node)
@@ -195,7 +201,8 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     refused = _refused(pattern, variant, captures, outputs[0], passed) if pattern.where else None
     if isinstance(refused, Failure):
         return refused
-    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
+    stay = _with_inputs(kept, nodes) if kept else _NOTHING
+    return Match(outputs, tuple(nodes), stay, captures, refused, missing, tuple(unread))
 
 
 def _refused(
@@ -257,7 +264,8 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
     nodes = dict.fromkeys(sibling.root for sibling in found) | dict.fromkeys(n for s in found for n in s.nodes)
     kept = frozenset[fx.Node]().union(*(sibling.kept for sibling in found))
     refused = next((sibling.refused for sibling in found if sibling.refused is not None), None)
-    return Match(tuple(sibling.root for sibling in found), tuple(nodes), kept, captures, refused)
+    unread = tuple(node for sibling in found for node in sibling.unread)
+    return Match(tuple(sibling.root for sibling in found), tuple(nodes), kept, captures, refused, (), unread)
 
 
 def _with_inputs(kept: set[fx.Node], nodes: dict[fx.Node, None]) -> frozenset[fx.Node]:

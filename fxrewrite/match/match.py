@@ -21,6 +21,7 @@ class Match:
         nodes: all matched nodes: the outputs, then inner nodes, users before what they use.
         missing: places of the pattern's outputs that nothing in the graph reads, so that they have no node.
         kept: inner nodes that stay because they have users outside the match.
+        unread: results of inner nodes that the graph takes and does not read; they leave with the match.
         captures: name -> node or Python value; None for a name of an alternative that was not taken.
         refused: the refusal that a constraint raised; such a match is counted, and not rewritten.
         context: the argument of `plan.apply(gm, context=...)`.
@@ -34,6 +35,7 @@ class Match:
     captures: Mapping[str, Any]
     refused: RefusedError | None = None
     missing: tuple[int, ...] = ()
+    unread: tuple[fx.Node, ...] = ()
     context: Any = None
     edit: Any = field(default=None, repr=False)
     replacer: Any = field(default=None, repr=False)

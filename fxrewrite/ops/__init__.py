@@ -63,6 +63,7 @@ from fxrewrite.ops.names import (
     named_operator as named_operator,
     no_operator as no_operator,
     operator_of as operator_of,
+    packet_of as packet_of,
 )
 from fxrewrite.ops.traits import (
     DIM_ARGUMENTS as DIM_ARGUMENTS,

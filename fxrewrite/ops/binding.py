@@ -16,9 +16,12 @@ from fxrewrite.ops import keys
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, python_parameters, schema_of, schemas_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper, parameters_of
-from fxrewrite.ops.value import value
+from fxrewrite.ops.value import MISSING, value
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
+
+_KERNEL_FLAGS = ("cudnn_enable", "cudnn_enabled")
+"""Which kernel computes a norm, and not what it computes: torch.export writes False where others write True."""
 
 _TRUE_DIVISION = frozenset({(torch.ops.aten.div.Tensor, "other"), (torch.ops.aten.div.Scalar, "other")})
 
@@ -118,6 +121,19 @@ def _as_float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def _as_device(value: Any) -> Any:
+    return torch.device(value) if isinstance(value, str) else value
+
+
+def _true_or_none(flag: Any) -> Any:
+    return None if flag is False else flag
+
+
+def _enabled(flag: Any) -> bool:
+    del flag
+    return True
+
+
 def _whole(number: Any) -> Any:
     """Returns an integer for a float that is one; -0.0 and what an int64 cannot hold stay."""
     is_whole = type(number) is float and number.is_integer() and abs(number) < 2**53
@@ -135,6 +151,12 @@ def _conversions(schema: Schema, convert: Mapping[str, Convert]) -> Iterator[tup
             yield name, functools.partial(_repeated, parameter.repeats)
         if kind == "float" or (schema.overload, name) in _TRUE_DIVISION:
             yield name, _as_float
+        if kind == "Device":
+            yield name, _as_device
+        if name == "pin_memory":
+            yield name, _true_or_none
+        if name in _KERNEL_FLAGS:
+            yield name, _enabled
         if name in convert:
             yield name, convert[name]
         # A multiplier, such as `alpha`. `arange` takes no tensors; there the type of the step is that of the result.
@@ -150,7 +172,7 @@ _SOLE: ByTarget[torch._ops.OpOverload | Literal[False]] = ByTarget()
 _OVERLOADS: dict[Any, torch._ops.OpOverload | None] = {}
 """Overloads by the kinds of the arguments, because binding does not distinguish `gt.Tensor` from `gt.Scalar`."""
 _BY_KINDS: dict[Any, Signature] = {}
-"""Signatures by spelling and kinds of the arguments, where `_SIGNATURES` has None."""
+"""Signatures by key, spelling and kinds of the arguments, where `_SIGNATURES` has None."""
 
 
 def bind(node: fx.Node) -> dict[str, Any]:
@@ -174,11 +196,19 @@ def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         _TARGETS[spelled[0]] = target
         found = _SIGNATURES[spelled] = _settled(target, len(args), tuple(kwargs))
     if found is None:
-        kinds = (spelled, *map(_kind, args), *map(_kind, kwargs.values()))
+        meant = _meant(target, args, kwargs)
+        kinds = (meant, spelled, *map(_kind, args), *map(_kind, kwargs.values()))
         found = _BY_KINDS.get(kinds)
         if found is None:
             found = _BY_KINDS[kinds] = _choose(target, args, kwargs)
     return found  # pyright: ignore[reportReturnType]
+
+
+def _meant(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Returns the key of a call whose arguments decide by their values what it is, as `reduction="batchmean"` does."""
+    wrapper = keys.wrapper_of(target)
+    decides = wrapper is not None and wrapper.depends_on_values
+    return keys.call_key(target, args, kwargs) if decides else ""
 
 
 def spelling(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -195,11 +225,11 @@ def is_settled(spelled: tuple[Any, ...]) -> bool:
 def _kind(argument: Any) -> Any:
     """Returns a cache key of all that `fits` reads of an argument."""
     if isinstance(argument, fx.Node):
+        if _is_unknown_attribute(argument):
+            return getattr
         argument = value(argument)
     if isinstance(argument, (list, tuple)):
         return list, tuple(_kind(item) for item in argument)
-    if type(argument) is int:
-        return int, argument < 0  # for a wrapper, a negative number may mean something else
     return type(argument)
 
 
@@ -213,7 +243,8 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if sole and "out" not in kwargs:
         return sole
     name = target if type(target) is str else id(target)
-    kinds = (name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
+    meant = _meant(target, args, kwargs)
+    kinds = (meant, name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
     found = _OVERLOADS.get(kinds, _OVERLOADS)
     if found is _OVERLOADS:
         _TARGETS[name] = target
@@ -233,9 +264,7 @@ def _sole_overload(target: Any) -> torch._ops.OpOverload | Literal[False]:
 def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Signature | None:
     """Returns the signature of all calls with this spelling; None if the arguments themselves decide."""
     wrapper = keys.wrapper_of(target)
-    if (wrapper is not None and (wrapper.unless or wrapper.needs_default)) or (
-        count and _packed_from(target) is not None
-    ):
+    if (wrapper is not None and wrapper.depends_on_values) or (count and _packed_from(target) is not None):
         return None
     signatures = _signatures(target, count, keywords)
     return signatures[0] if all(_same(signatures[0], other) for other in signatures[1:]) else None
@@ -246,10 +275,12 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Si
     is_other = keys.wrapper_of(target) is not None and "::" not in keys.call_key(target, args, kwargs)
     of = keys.python_function(target) if is_other else target
     signatures = _signatures(of, len(args), tuple(kwargs), _spread_from(target, args), as_operator=not is_other)
-    # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
-    for numbers_as_tensors in (False, True):
+    # What has no value is a tensor if some overload takes one, as the `src` of `scatter` that may be a number too. And
+    # torch wraps a number into a 0-dim tensor only if no overload takes the number itself.
+    guessed = tuple(map(_as_tensor, args)), {name: _as_tensor(given) for name, given in kwargs.items()}
+    for given, numbers_as_tensors in ((guessed, False), ((args, kwargs), False), ((args, kwargs), True)):
         for signature in signatures:
-            bound = signature.bind(args, kwargs)
+            bound = signature.bind(*given)
             if signature.schema.overload is None or all(
                 fits(parameter, bound[parameter.name])
                 or (numbers_as_tensors and _is_wrapped_number(parameter, bound[parameter.name]))
@@ -258,6 +289,16 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Si
             ):
                 return signature
     raise BindingError(f"{keys.key(target)} called with {args} {dict(kwargs)}: no overload of it takes these arguments")
+
+
+def _as_tensor(argument: Any) -> Any:
+    is_unknown = isinstance(argument, fx.Node) and value(argument) is MISSING
+    return torch.Tensor() if is_unknown and not _is_unknown_attribute(argument) else argument
+
+
+def _is_unknown_attribute(node: fx.Node) -> bool:
+    """Whether it reads an attribute, such as a dtype, in a graph without values."""
+    return node.target is getattr and value(node) is MISSING
 
 
 def _spread_from(target: Any, args: tuple[Any, ...]) -> int | None:

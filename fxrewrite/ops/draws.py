@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.ops import keys
+from fxrewrite.ops import keys, names
 from fxrewrite.ops.binding import is_settled, signature_of, spelling
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.called import (
@@ -86,10 +86,9 @@ def may_be_random(operator_key: str, called: torch._ops.OpOverload | None = None
         return called is None or schema_effects(called).draws
     if operator_key in _RANDOM_FUNCTIONS:
         return True
-    namespace, separator, name = operator_key.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return separator != ""  # unknown, because the subgraph of a higher-order operator decides
+    packet = names.packet_of(operator_key)
+    if packet is None:
+        return "::" in operator_key  # unknown, because the subgraph of a higher-order operator decides
     return any(schema_effects(getattr(packet, overload)).draws for overload in packet.overloads())
 
 

@@ -20,6 +20,12 @@ def named_operator(name: str) -> Operator | None:
     return found if isinstance(found, Operator) else None
 
 
+def packet_of(key: str) -> torch._ops.OpOverloadPacket | None:
+    """Returns the operator of a key, "aten::mul"; None if it is a higher-order operator or a Python callable."""
+    found = named_operator(key) if "::" in key else None
+    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
+
+
 def operator_of(target: Any) -> Any:
     """Returns the operator that a function of `torch.library.custom_op` defines; any other target as it is."""
     return named_operator(target._qualname) if isinstance(target, torch.library.CustomOpDef) else target

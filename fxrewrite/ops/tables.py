@@ -139,11 +139,25 @@ VARARGS: Mapping[str, int] = {
 }
 """Functions and methods whose list argument may be spread, with the position where the list starts."""
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+def _number_of(*names: str) -> Callable[[Any], Any]:
+    """Returns a function of what Python calls by name, and ATen by its number: the place among the names."""
+    return lambda value: names.index(value) if isinstance(value, str) and value in names else value
 
 
-def _reduction(value: Any) -> Any:
-    return _REDUCTIONS.get(value, value) if isinstance(value, str) else value
+_reduction = _number_of("none", "mean", "sum")
+_distance_mode = _number_of(
+    "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"
+)
+
+
+def _compute_mode(value: Any) -> Any:
+    number = _distance_mode(value)
+    return None if type(number) is int and number == 0 else number  # as torch passes the first
+
+
+def _aligned(value: Any) -> Any:
+    return False if value is None else value
 
 
 def _padding_index(value: Any) -> Any:
@@ -216,6 +230,11 @@ class Wrapper:
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether values of arguments decide if a call is the operator, and not their kinds alone."""
+        return bool(self.unless or self.needs_default)
+
 
 _UNARY = {"self": "input"}
 _LOSS = ("size_average", "reduce")
@@ -240,12 +259,15 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.tanh: Wrapper("tanh", _UNARY),
     F.dropout: Wrapper("dropout", {"train": "training"}, inplace="inplace"),
     F.alpha_dropout: Wrapper("alpha_dropout", {"train": "training"}, inplace="inplace"),
-    F.layer_norm: Wrapper("layer_norm", constants={"cudnn_enable": True}),
+    F.feature_alpha_dropout: Wrapper("feature_alpha_dropout", {"train": "training"}, inplace="inplace"),
+    F.rrelu: Wrapper("rrelu", _UNARY, inplace="inplace"),
+    F.layer_norm: Wrapper("layer_norm"),
     F.rms_norm: Wrapper("rms_norm"),
-    F.group_norm: Wrapper("group_norm", constants={"cudnn_enabled": True}),
+    F.group_norm: Wrapper("group_norm"),
     F.batch_norm: Wrapper("batch_norm", constants={"cudnn_enabled": True}),
     F.instance_norm: Wrapper("instance_norm", constants={"cudnn_enabled": True}),
     F.adaptive_avg_pool2d: Wrapper("adaptive_avg_pool2d", _UNARY, unless={"output_size": _has_none}),
+    F.adaptive_avg_pool3d: Wrapper("adaptive_avg_pool3d", _UNARY, unless={"output_size": _has_none}),
     **{
         getattr(F, name): Wrapper(name, _UNARY, unless={"return_indices": bool}, convert={"stride": _stride})
         for name in ("max_pool1d", "max_pool2d", "max_pool3d")
@@ -257,21 +279,38 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
         unless={"padding_idx": _is_negative},
         convert={"padding_idx": _padding_index},
     ),
+    **{
+        getattr(F, name): Wrapper(name, _UNARY, needs_default=_LOSS, convert={"reduction": _reduction})
+        for name in (
+            *("binary_cross_entropy_with_logits", "cosine_embedding_loss", "hinge_embedding_loss"),
+            *("margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "poisson_nll_loss"),
+            *("soft_margin_loss", "triplet_margin_loss"),
+        )
+    },
+    **{
+        getattr(F, name): Wrapper(name, _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction})
+        for name in ("binary_cross_entropy", "huber_loss", "l1_loss", "mse_loss")
+    },
     F.cross_entropy: Wrapper("cross_entropy_loss", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
-    F.mse_loss: Wrapper("mse_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}),
-    F.l1_loss: Wrapper("l1_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}),
-    F.binary_cross_entropy_with_logits: Wrapper(
-        "binary_cross_entropy_with_logits", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}
-    ),
     F.nll_loss: Wrapper("nll_loss_nd", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
     F.kl_div: Wrapper(
         "kl_div", _UNARY, needs_default=_LOSS, unless={"reduction": _is_batchmean}, convert={"reduction": _reduction}
     ),
-    F.huber_loss: Wrapper("huber_loss", _UNARY, needs_default=("weight",), convert={"reduction": _reduction}),
     F.smooth_l1_loss: Wrapper(
         "smooth_l1_loss", _UNARY, needs_default=_LOSS, unless={"beta": _is_zero}, convert={"reduction": _reduction}
     ),
-    F.soft_margin_loss: Wrapper("soft_margin_loss", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
+    F.unfold: Wrapper("im2col", _UNARY),
+    F.fold: Wrapper("col2im", _UNARY),
+    F.grid_sample: Wrapper(
+        "grid_sampler",
+        {"interpolation_mode": "mode"},
+        convert={
+            "interpolation_mode": _number_of("bilinear", "nearest", "bicubic"),
+            "padding_mode": _number_of("zeros", "border", "reflection"),
+            "align_corners": _aligned,
+        },
+    ),
+    torch.functional.cdist: Wrapper("cdist", convert={"compute_mode": _compute_mode}),
     F.pad: Wrapper("pad", _UNARY),
     torch.Tensor.unflatten: Wrapper("unflatten"),
     torch.functional.norm: Wrapper(

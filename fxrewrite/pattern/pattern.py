@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 from fxrewrite import ops
@@ -107,7 +108,7 @@ class Pattern:
 
     def _check_numbers(self) -> None:
         """Refuses arithmetic on captured numbers alone: a graph holds its result, and no call."""
-        for term in (found for output in self.outputs for found in subterms(output)):
+        for term in self._terms():
             if isinstance(term, Op) and term.key in _ARITHMETIC and all(is_number(part) for _, part in term.args):
                 raise RuleDefinitionError(
                     f"{term_text(term)} is computed of captured numbers, and a graph holds the result alone; capture "
@@ -120,8 +121,10 @@ class Pattern:
         for output in self.outputs:
             if isinstance(output, (LiteralValue, ListOf)):
                 value = output.value if isinstance(output, LiteralValue) else []
-                found = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else term_text(output)
+                is_kind = isinstance(value, (dict, list, FunctionType))
+                found = f"a {type(value).__name__}" if is_kind else term_text(output)
                 missing = "; is its `return` missing?" if value is None else ""
+                missing = "; are its () missing?" if isinstance(value, FunctionType) else missing
                 raise RuleDefinitionError(f"a pattern gives a call, or a tuple of calls, not {found}{missing}")
             if not _is_anchored(output):
                 raise RuleDefinitionError(
@@ -257,7 +260,8 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
     pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
     unused = set(captures) - set(pattern.captures)
     if unused:
-        raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} do not occur in {pattern}")
+        names = ", ".join(sorted(capture.name for capture in unused))
+        raise RuleDefinitionError(f"pattern {name}: take the parameters {names} out, which {pattern} does not have")
     return pattern
 
 

@@ -21,6 +21,7 @@ import torch
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.ops.schemas import schemas_of
 
 CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
 
@@ -40,9 +41,11 @@ class Term:
     def __getattr__(self, name: str) -> Any:
         if name in _READ:
             return call(_READ[name], (self,), {})
+        if name in (results := _named_results(self)):
+            return self[results.index(name)]
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
-        instead = _TRANSPOSED.get(name, "it has shape, dtype and device, else see fxrewrite.where")
+        instead = _INSTEAD.get(name, "it has shape, dtype and device, else see fxrewrite.where")
         raise AttributeError(f"a pattern has no attribute {name!r}; {instead}")
 
     def __bool__(self) -> bool:
@@ -60,12 +63,30 @@ class Term:
             )
         return (self[index] for index in range(count))
 
+    def __index__(self) -> int:
+        raise RuleDefinitionError("a pattern knows no numbers, so it cannot loop over a size or a captured number")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise RuleDefinitionError(
+            "a pattern cannot write to x[i]; match the functional operator, such as slice_scatter or index_put, on a "
+            "graph made functional first"
+        )
+
     def __getitem__(self, index: Any) -> Term:
         if _is_shape(self):
             if type(index) is not int:
-                raise RuleDefinitionError(f"a pattern takes sizes one by one, x.shape[0], and not [{index}] of a shape")
+                raise RuleDefinitionError(
+                    f"a pattern takes sizes one by one, x.shape[0] or b, s, d = x.shape, and not [{index}] of a shape; "
+                    "for any rank, capture the whole argument, as shape: Any"
+                )
             return call(_READ["shape"], (self.args[0][1], index), {})
         return call(operator.getitem, (self, index), {})
+
+
+def _named_results(term: Term) -> tuple[str, ...]:
+    """Returns the names of several results of an operator of torch: "values" and "indices" of `max`."""
+    named = getattr(torch.return_types, term.key.partition("::")[2], None) if isinstance(term, Op) else None
+    return getattr(named, "__match_args__", ())
 
 
 def _unpacked(frame: FrameType) -> int | None:
@@ -81,14 +102,18 @@ _READ: Mapping[str, Any] = {
     "device": torch.ops.prim.device,
 }
 """What is read of a value as an attribute."""
-_TRANSPOSED: Mapping[str, str] = {
+_INSTEAD: Mapping[str, str] = {
+    "real": "write torch.real(x)",
+    "imag": "write torch.imag(x)",
+    "ndim": 'state it, as in where=["rank(x) == 2"]',
+} | {
     name: f'write x.transpose(-2, -1){conj}, or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
     for name, key, conj in (
         *(("T", "numpy_T", ""), ("mT", "mT", "")),
         *(("H", "matrix_H", ".conj()"), ("mH", "mH", ".conj()")),
     )
 }
-"""What to write instead of an attribute that is a transposed value."""
+"""What to write instead of an attribute."""
 _NUMBERS_OF = ("aten::size", "aten::numel")
 _ATTRIBUTES_OF = ("prim::dtype", "prim::device")
 ONCE = "fxrewrite::once"
@@ -358,7 +383,7 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
             "call says nothing; match detach(x) for a value without its gradient, and casts as x.to(dtype)"
         )
     try:
-        signature = ops.signature_of(target, args, kwargs)
+        signature = _signature(target, args, kwargs)
     except ops.BindingError as error:
         raise RuleDefinitionError(f"in a pattern: {error}") from error
     overload = signature.schema.overload
@@ -376,6 +401,21 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
         literal_index = is_index and name == signature.names[1] and not holds_term(value)  # here `...` means itself
         terms.append((name, LiteralValue(value) if literal_index else as_term(_sizes(name, value))))
     return Op(key, tuple(terms), shared)
+
+
+def _signature(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ops.Signature:
+    """Returns the signature of a call: of several, that in which what the pattern takes for a tensor is one."""
+    tensors = tuple(map(_as_tensor, args)), {name: _as_tensor(value) for name, value in kwargs.items()}
+    try:
+        return ops.signature_of(target, *tensors)
+    except ops.BindingError:  # a value of the graph may be a list, too
+        return ops.signature_of(target, args, kwargs)
+
+
+def _as_tensor(value: Any) -> Any:
+    is_value = isinstance(value, Capture) and value.kind in ("node", "param")
+    is_result = isinstance(value, Op) and not is_size(value) and not has_parts(value)
+    return torch.Tensor() if is_value or is_result else value
 
 
 def in_steps(term: Op) -> Op | None:
@@ -503,15 +543,17 @@ def part_of(term: Term) -> tuple[Op, int] | None:
     return (base, index.value) if is_number and isinstance(base, Op) and has_parts(base) else None
 
 
+OF_PARTS = "to match the parts of a list, write each(part), with `def part(i: Literal): return parts[i]`"
+
+
 def has_parts(term: Term) -> bool:
     """Whether the value may be a tuple or a list: some overload of the operator returns one, or several results."""
     if not isinstance(term, Op):
         return False
-    namespace, separator, name = term.key.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    packet = ops.packet_of(term.key)
+    if packet is None:
         return True
-    returns = [getattr(packet, overload)._schema.returns for overload in packet.overloads()]
+    returns = [schema.overload._schema.returns for schema in schemas_of(packet) if schema.overload is not None]
     return any(len(returned) > 1 or str(found.type).startswith("List[") for returned in returns for found in returned)
 
 

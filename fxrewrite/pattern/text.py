@@ -13,12 +13,14 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fxrewrite.errors import RuleDefinitionError, first_line
+from fxrewrite.ops import packet_of
 from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern.combinators import (
     chain,
@@ -36,6 +38,7 @@ from fxrewrite.pattern.combinators import (
 from fxrewrite.pattern.terms import (
     ONCE,
     Capture,
+    CaptureKind,
     Chain,
     Each,
     Either,
@@ -82,7 +85,7 @@ def term_text(term: Term) -> str:
     if isinstance(term, Ignore):
         return "..."
     if isinstance(term, LiteralValue):
-        return _literal_text(term.value)
+        return literal_text(term.value)
     if isinstance(term, ListOf):
         return f"[{', '.join(map(term_text, term.items))}]"
     if isinstance(term, Each):
@@ -123,12 +126,9 @@ def _op_text(term: Op) -> str:
 @functools.cache
 def _positional(key: str, given: tuple[str, ...]) -> int:
     """Returns how many of the given arguments may be positional: the longest prefix of a schema that has them all."""
-    namespace, separator, name = key.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return 0
+    packet = packet_of(key)
     best = 0
-    for schema in schemas_of(packet):
+    for schema in schemas_of(packet) if packet is not None else ():
         if set(given) <= set(schema.names):
             free = [p.name for p in schema.parameters if not p.keyword_only]
             count = 0
@@ -141,25 +141,26 @@ def _positional(key: str, given: tuple[str, ...]) -> int:
 def _index_text(index: Term) -> str:
     """Writes a tuple of indices without parentheses, because a list of indices means something else."""
     if isinstance(index, LiteralValue) and isinstance(index.value, tuple):
-        return ", ".join(map(_literal_text, index.value)) + ("," if len(index.value) == 1 else "")
+        return ", ".join(map(literal_text, index.value)) + ("," if len(index.value) == 1 else "")
     if isinstance(index, ListOf):
         return ", ".join(map(term_text, index.items)) + ("," if len(index.items) == 1 else "")
     return term_text(index)
 
 
-def _literal_text(value: Any) -> str:
+def literal_text(value: Any) -> str:
+    """Returns a Python value as source, from which Python and the parsers of patterns and constraints make it again."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_literal_text, value))}]"
+        return f"[{', '.join(map(literal_text, value))}]"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_literal_text, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(literal_text, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     if isinstance(value, complex) and not repr(value)[:1].isdecimal():  # 1j is read as it is, and (1+2j) is a sum
-        return f"complex({_literal_text(value.real)}, {_literal_text(value.imag)})"
+        return f"complex({literal_text(value.real)}, {literal_text(value.imag)})"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     if isinstance(value, slice):
-        return f"slice({_literal_text(value.start)}, {_literal_text(value.stop)}, {_literal_text(value.step)})"
+        return f"slice({literal_text(value.start)}, {literal_text(value.stop)}, {literal_text(value.step)})"
     if value is ...:
         return "Ellipsis"
     if isinstance(value, torch._ops.OpOverload):
@@ -167,14 +168,14 @@ def _literal_text(value: Any) -> str:
     return repr(value)
 
 
-def parse_term(text: str) -> Term:
-    """Parses the text form of a term; only the vocabulary above is evaluated.
+def parse_term(text: str, kinds: Mapping[str, CaptureKind] = MappingProxyType({})) -> Term:
+    """Parses the text form of a term; only the vocabulary above is evaluated. A bare name captures a node, or its kind.
 
     Raises:
         RuleDefinitionError: the text is not an expression of the pattern language; the message names the column.
     """
     try:
-        return as_term(_Parser(text).read(ast.parse(text, mode="eval").body))
+        return as_term(_Parser(text, kinds).read(ast.parse(text, mode="eval").body))
     except SyntaxError as error:
         raise RuleDefinitionError(f"pattern {text!r}, column {error.offset}: {error.msg}") from error
     except (RecursionError, MemoryError) as error:
@@ -188,8 +189,8 @@ def column_of(text: str, node: ast.expr) -> int:
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, kinds: Mapping[str, CaptureKind]) -> None:
+        self.text, self.kinds = text, kinds
 
     def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
         return RuleDefinitionError(f"pattern {self.text!r}, column {column_of(self.text, node)}: {what}")
@@ -198,7 +199,7 @@ class _Parser:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
-            return Capture(node.id)
+            return Capture(node.id, self.kinds.get(node.id, "node"))
         if isinstance(node, ast.List):
             return [part for item in node.elts for part in self.items(item)]
         if isinstance(node, ast.Tuple):

@@ -66,8 +66,8 @@ class MemberSet:
     def _require_distinct(self) -> None:
         is_repeated = len({id(member) for member in self.members}) < len(self.members)
         seen: dict[str, tuple[Rule | Step, str]] = {}
-        for member, provider in self.leaves():
-            label = label_of(member)
+        for member in self.leaves():
+            label, provider = label_of(member), member.provider if isinstance(member, Rule) else provider_of(member)
             first, place = seen.get(label, (None, ""))
             if first is not None and (first is not member or is_repeated):
                 raise RuleDefinitionError(f"set {self.name}: {label} is defined twice, in {place} and in {provider}")
@@ -84,33 +84,19 @@ class MemberSet:
 
     def rules(self) -> Iterator[Rule]:
         """All rules of the set and of the sets in it."""
-        for member in self.members:
-            if isinstance(member, Rule):
-                yield member
-            elif isinstance(member, MemberSet):
-                yield from member.rules()
+        return (member for member in self.leaves() if isinstance(member, Rule))
 
     def steps(self) -> Iterator[Step]:
         """All steps of the set and of the sets in it."""
-        for nested in self.nested():
-            yield from (member for member in nested.members if not isinstance(member, (Rule, MemberSet)))
+        return (member for member in self.leaves() if not isinstance(member, Rule))
 
-    def nested(self) -> Iterator[MemberSet]:
-        """The set, and all sets in it."""
-        yield self
+    def leaves(self) -> Iterator[Rule | Step]:
+        """All rules and steps, also in nested sets."""
         for member in self.members:
             if isinstance(member, MemberSet):
-                yield from member.nested()
-
-    def leaves(self) -> Iterator[tuple[Rule | Step, str]]:
-        """All rules and steps, also in nested sets, with where they are defined."""
-        for member in self.members:
-            if isinstance(member, Rule):
-                yield member, member.provider
-            elif isinstance(member, MemberSet):
                 yield from member.leaves()
             else:
-                yield member, provider_of(member)
+                yield member
 
     def sweeps(self, *, atomic: bool = False) -> Iterator[tuple[Program[Rule], bool, tuple[Rule, ...]]]:
         """The program of each sweep, whether it is part of an atomic set, and its rules."""

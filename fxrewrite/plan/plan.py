@@ -40,6 +40,10 @@ from fxrewrite.sources import toolkit_digest
 from fxrewrite.torch_versions import TORCH_VERSION
 
 _log = logging.getLogger(__name__)
+_EACH_GRAPH = (
+    "in a slot of inductor the forward pass, the backward pass and each body of a higher-order operator are graphs of "
+    "their own, and each has to meet the expectation; to plan.backend(...) a graph and its bodies are one"
+)
 JOINED_PLANS = (
     "a | b puts the rules of two sets into one sweep, and a plan says already how often its sets run; write a >> b, or "
     "join the sets before .once() and .fixpoint()"
@@ -116,7 +120,7 @@ class Plan:
         Raises:
             RuleDefinitionError: the plan has no rule or step of that name, or `at_least` is not a number above 0.
         """
-        known = [label_of(member) for stage in self.stages for member, _ in stage.rules.leaves()]
+        known = [label_of(member) for stage in self.stages for member in stage.rules.leaves()]
         if rule_id not in known:
             near = did_you_mean(rule_id, known) or f"; it has {', '.join(known)}"
             raise RuleDefinitionError(f"the plan has no rule or step {rule_id!r}{near}")
@@ -162,7 +166,8 @@ class Plan:
                 promise.keep(part)
             for rule_id, at_least in self.expectations.items():
                 if report.rule(rule_id).rewrites < at_least:
-                    raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
+                    unmet = self._unmet(rule_id, at_least, edit, report)
+                    raise MatchExpectationError(unmet if bodies else f"{unmet}\n{_EACH_GRAPH}")
             for part, _ in promises:
                 for node, (rule, sources) in part.computed.items():
                     if node.users:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Match
 from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
-from fxrewrite.pattern.terms import ONCE, parts_of, subterms
+from fxrewrite.pattern.terms import ONCE, CaptureKind, parts_of, subterms
 from fxrewrite.pattern.text import column_of, terms_text
 
 _ON_NUMBERS: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {
@@ -121,8 +121,9 @@ def _call(key: str, arguments: Mapping[str, Any], match: Match | _AtOnce) -> Any
     if key in ("prim::dtype", "prim::device"):
         (node,) = given
         return getattr(match.proxy(node) if isinstance(node, fx.Node) else node, key.removeprefix("prim::"))
-    namespace, _, name = key.partition("::")
-    return match.call(getattr(getattr(torch.ops, namespace), name), **arguments)
+    target = ops.named_operator(key)
+    assert target is not None
+    return match.call(target, **arguments)
 
 
 def _is_value(given: Any) -> bool:
@@ -149,8 +150,8 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
         raise RuleDefinitionError(
             f"pattern {text!r}: siblings() are as many as the graph has; their replacement is Python"
         )
-    term = parse_term(text)
-    captures = {capture.name: capture.kind for capture in pattern.captures}
+    captures: dict[str, CaptureKind] = {capture.name: capture.kind for capture in pattern.captures}
+    term = _bare(parse_term(text, captures))  # their kinds decide which overload a call means
     for node, what in _misplaced(ast.parse(text, mode="eval").body, tuple(captures)):
         raise RuleDefinitionError(f"pattern {text!r}, column {column_of(text, node)}: {what}")
     for found in subterms(term):
@@ -178,6 +179,17 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
     return Expression(outputs)
 
 
+def _bare(term: Term) -> Term:
+    """Returns the term with its captures as they are written in a replacement, whatever their kind."""
+    if isinstance(term, Capture):
+        return Capture(term.name)
+    if isinstance(term, Op):
+        return replace(term, args=tuple((name, _bare(part)) for name, part in term.args))
+    if isinstance(term, ListOf):
+        return ListOf(tuple(map(_bare, term.items)))
+    return replace(term, term=_bare(term.term)) if isinstance(term, Each) else term
+
+
 def _unstarred(term: Term, lists: frozenset[str]) -> Iterator[str]:
     """The captured lists that are items of a list, or operands that are no list."""
     if isinstance(term, (Each, Capture)):
@@ -193,10 +205,8 @@ def _unstarred(term: Term, lists: frozenset[str]) -> Iterator[str]:
 
 
 def _takes_lists(key: str) -> set[str]:
-    if key == ONCE:
-        return set()
-    namespace, _, name = key.partition("::")
-    found = schemas_of(getattr(getattr(torch.ops, namespace), name))
+    packet = ops.packet_of(key)
+    found = schemas_of(packet) if packet is not None else ()  # once() is no operator
     return {parameter.name for schema in found for parameter in schema.parameters if "List[" in parameter.kind}
 
 

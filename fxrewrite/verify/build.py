@@ -77,6 +77,7 @@ class Builder:
 
         Raises:
             NoSampleError: an operator does not accept its arguments, or a constraint does not hold.
+            NoCallError: an operator of the pattern cannot be called in this way, whatever its arguments are.
         """
         outputs = self.calls()
         if self.sample.exposed:
@@ -115,6 +116,9 @@ class Builder:
             try:
                 node = self._attempt(term, path, ready, attempt)
                 self._check(set(self.bindings) - mark[0])
+            except NoCallError as error:
+                self._take_back(*mark)
+                raise NoCallError(f"{term_text(term)}: {error}") from error
             except TORCH_ERRORS as error:  # a wrong guess, a wrong call, or a predicate that fails on it
                 problem = f"{term_text(term)}: {named_line(error)}"
                 self._take_back(*mark)
@@ -152,7 +156,9 @@ class Builder:
         names = [name for name in schema.names if name in terms or term.loose] or list(terms)
         names = [*names, *(name for name in terms if name not in names)]
         context = [_tensor(found) for found in tree_leaves(list(ready.values())) if isinstance(found, fx.Node)]
-        shapes = {name: _tensor(found).shape for name, found in ready.items() if isinstance(found, fx.Node)}
+        shapes: dict[str, Sequence[int]] = {
+            name: _tensor(found).shape for name, found in ready.items() if isinstance(found, fx.Node)
+        }
         for name in names:
             place = f"{path}.{name}"
             part = ready.get(name, terms.get(name, Ignore()))
@@ -162,6 +168,8 @@ class Builder:
                 given[name] = value
                 if isinstance(value, fx.Node):
                     shapes[name] = _tensor(value).shape
+                elif isinstance(value, list) and all(type(size) is int for size in value):
+                    shapes[name] = value
                 context += [_tensor(found) for found in tree_leaves(value) if isinstance(found, fx.Node)]
         order = [name for name in names if name in given]
         result = emit(self.sample.form, term.key, schema, {name: given[name] for name in order}, self._make)

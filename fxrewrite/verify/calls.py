@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, python_parameters, schema_of, schemas_of
 from fxrewrite.ops.tables import OPERATORS
-from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term
+from fxrewrite.pattern.terms import OF_PARTS, Capture, Ignore, ListOf, LiteralValue, Op, Term
 
 Form: TypeAlias = Literal["aten", "torch"]
 """ATen overloads, or functions and methods of torch."""
@@ -33,11 +33,6 @@ _BY_KEY = {f"aten::{name}": function for function, name in reversed(list(OPERATO
 
 class NoCallError(ValueError):
     """An operator cannot be called in this way."""
-
-
-def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
-    found = ops.named_operator(key) if "::" in key else None
-    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 
 def _function(key: str) -> Any:
@@ -74,14 +69,21 @@ def signatures(term: Op) -> tuple[Schema, ...]:
     Raises:
         NoCallError: there is no such signature.
     """
-    packet = _packet(term.key)
+    packet = ops.packet_of(term.key)
     if packet is None:
         return (_of_functional(term) or _python_signature(term.key),)
     fitting = tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=True))
     fitting = fitting or tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=False))
     if not fitting:
+        whole = [name for name, part in term.args if isinstance(part, Op) and _is_list(packet, name)]
+        if whole:
+            raise NoCallError(f"a graph of ATen overloads has a list as {whole[0]} of {term.key}; {OF_PARTS}")
         raise NoCallError(f"no overload of {term.key} takes {', '.join(name for name, _ in term.args)} alone")
     return fitting
+
+
+def _is_list(packet: torch._ops.OpOverloadPacket, name: str) -> bool:
+    return any(p.kind == "List[Tensor]" for schema in schemas_of(packet) for p in schema.parameters if p.name == name)
 
 
 def _of_functional(term: Op) -> Schema | None:
@@ -138,7 +140,7 @@ def first_name(key: str) -> str:
     Raises:
         NoCallError: there is no such callable.
     """
-    packet = _packet(key)
+    packet = ops.packet_of(key)
     found = schemas_of(packet)[0].names if packet is not None else _python_signature(key).names
     return next(iter(found), "arg0")
 
@@ -149,7 +151,7 @@ def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: E
     Raises:
         NoCallError: the operator cannot be called in this way in this form.
     """
-    packet = _packet(key)
+    packet = ops.packet_of(key)
     if packet is None:
         return _emit_function(form, key, given, make)
     if form == "aten":
@@ -172,9 +174,14 @@ def _emit_function(form: Form, key: str, given: Mapping[str, Any], make: Emit) -
 def _by_position(
     parameters: Sequence[Parameter], given: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns the arguments up to the first that is not given or has to be named, and the others by name."""
+    """Returns the arguments up to the first that is not given or has to be named, and the others by name.
+
+    Those of `*args` are by position: they are called `arg2` and so on, and no parameter is.
+    """
     first = itertools.takewhile(lambda p: p.name in given and not p.keyword_only, parameters)
     names = [parameter.name for parameter in first]
+    known = {parameter.name for parameter in parameters}
+    names += [name for name in given if name not in known and name.removeprefix("arg").isdigit()]
     return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 

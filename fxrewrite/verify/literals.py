@@ -21,6 +21,8 @@ _FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
 _INTEGERS = (0, 1, 2, 3, -1, -2)
 _NUMBERS = ("float", "number", "int", "")
 """Kinds of arguments that are a number; of a Python callable the kind is not known."""
+_WINDOW = {"kernel_size": (1, 1, 2, 3), "stride": (1, 1, 2, 3), "dilation": (1, 1, 2), "padding": (0, 0, 1, 2)}
+"""Numbers of windows that move over a tensor, of which each dimension has one."""
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"), "mode": ("constant", "reflect")}
 _LAST = 2**63 - 1
 
@@ -57,6 +59,9 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
         return draw.choice(*_WORDS[name])
     if kind == "MemoryFormat":
         return draw.choice(torch.contiguous_format, torch.preserve_format)
+    if name in _WINDOW and kind in ("int", "List[int]", "List[SymInt]") and draw.flag(0.9):
+        several = [draw.choice(*_WINDOW[name]) for _ in range(parameter.repeats)]
+        return several[0] if kind == "int" else several
     if kind == "int":
         return _integer(name, key, first, draw)
     if kind in ("List[int]", "List[SymInt]"):
@@ -77,6 +82,10 @@ def _integer(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> int:
     rank = tensor.ndim + has_trait(key, "new_dim")
     if name in DIM_ARGUMENTS:
         return draw.integer(-max(rank, 1), max(rank, 1) - 1)
+    if name == "normalized_shape" and tensor.ndim:
+        return tensor.shape[-1]
+    if name == "groups" and draw.flag():
+        return 1
     sizes = [draw.choice(*tensor.shape)] if tensor.ndim else []
     sizes += [size // 2 for size in sizes]
     bounds = [_LAST, *sizes] if name == "end" else sizes

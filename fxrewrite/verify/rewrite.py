@@ -43,6 +43,8 @@ _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
 _REFUSALS = 8
 """Matches refused per requested sample after which no more graphs are proposed, if the rule has rewritten none."""
+_UNMATCHED = 400
+"""Graphs after which no more are proposed, if none of them matches."""
 _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
 _RARE = 6
@@ -165,15 +167,18 @@ def _test_bed(key: str, pattern: Pattern) -> TestBed:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Silences torch, which logs a traceback if an operator rejects fake tensors, and warns of empty ones."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
+    """Silences what the verdict says, and torch, which logs a traceback if an operator rejects fake tensors."""
+    logs = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "fxrewrite.rule")]
+    were = [log.disabled for log in logs]
     try:
+        for log in logs:
+            log.disabled = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.disabled = was
+        for log, was in zip(logs, were, strict=True):
+            log.disabled = was
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:
@@ -224,6 +229,10 @@ class _Search:
         limit, index, is_extended = _PROPOSALS * samples, 0, False
         while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
             if not self.counts["compared"] and self.counts["refused"] >= _REFUSALS * samples:
+                break
+            if self.counts["uncallable"] == index >= samples:
+                break
+            if index >= _UNMATCHED and not self.counts["compared"] and not self.counts["refused"]:
                 break
             # Enough samples, but some alternatives did not occur yet: extend the search once, in proportion to these.
             if self.counts["compared"] >= samples and not is_extended:
@@ -292,8 +301,9 @@ class _Search:
             several = draw.choice(*SEVERAL) if self.trials.pattern.lists else SEVERAL[0]
             reading = read(self.trials.pattern, choose, given, several=several)
         except NoCallError as error:
-            self.problems[str(error)] += 1
-            return Trial("impossible", str(error))
+            trial = Trial("uncallable", str(error))
+            self._count(trial, ())
+            return trial
         form: Form = "aten" if draw.flag() or self.trials.bed is not None else "torch"
         terms = [term for output in reading.outputs for term in subterms(output) if isinstance(term, Op)]
         exposed = any(term.shared for term in terms) and draw.flag()
@@ -439,6 +449,8 @@ class _Search:
     def _error(self, uncovered: tuple[str, ...]) -> str:
         nearest = "; ".join(problem for problem, _ in self.problems.most_common(2))
         counts = self.counts
+        if counts["uncallable"] == counts["proposed"]:
+            return f"no sample can be made: {nearest}"
         if not counts["compared"] and not counts["refused"]:
             return f"no sample matches: write a sampler; nearest miss: {nearest}"
         if not counts["compared"]:

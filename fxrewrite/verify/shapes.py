@@ -18,6 +18,8 @@ _SHAPES: Mapping[str, str] = {
     "aten::batch_norm": "input: n c ..., weight: c, bias: c, running_mean: c, running_var: c",
     "aten::instance_norm": "input: n c L ..., weight: c, bias: c, running_mean: c, running_var: c",
     "aten::group_norm": "input: n c ..., weight: c, bias: c",
+    "aten::layer_norm": "normalized_shape: ..., weight: ..., bias: ...",
+    "aten::rms_norm": "normalized_shape: ..., weight: ...",
     "aten::prelu": "self: n c ..., weight: c",
     "aten::linear": "input: ... i, weight: o i, bias: o",
     "aten::bmm": "self: b i k, mat2: b k j",
@@ -42,7 +44,7 @@ def shape_of(key: str, name: str, given: Mapping[str, Sequence[int]], draw: Draw
     Args:
         key: of the operator.
         name: of the argument.
-        given: shapes of the other arguments so far, by name.
+        given: shapes of the other arguments so far, by name; a list of numbers is one too.
         draw: random choices.
     """
     forms = _forms(key)

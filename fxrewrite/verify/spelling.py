@@ -14,6 +14,7 @@ from torch.fx.graph import magic_methods
 from torch.fx.node import _get_qualified_name
 
 from fxrewrite import ops
+from fxrewrite.pattern.text import literal_text
 
 _OF_ATEN = {
     "remainder": "mod",
@@ -145,14 +146,15 @@ def _is_functional(name: str) -> bool:
 def _target_text(target: Any, modules: dict[str, None]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
-    name = _get_qualified_name(target).removeprefix("_")  # `_operator.mul`, as Python calls `operator.mul`
-    module = (getattr(target, "__module__", None) or "").removeprefix("_")
+    name = _get_qualified_name(target).replace("_operator.", "operator.", 1)
+    module = getattr(target, "__module__", None) or ""
+    module = "operator" if module == "_operator" else module
     last = name.rpartition(".")[2]
     if name == f"torch._C._nn.{last}" and _is_functional(last):
         return f"torch.nn.functional.{last}"
     if name.startswith("torch.") or not module:
         return name
-    if ops.is_virtual(target):  # by its own name, which its package may export in place of the module
+    if ops.is_virtual(target) or module == "__main__":  # by its own name, which a package may export for the module
         modules[f"{module}:{target.__name__}"] = None
         return target.__name__
     modules[module] = None
@@ -169,10 +171,4 @@ def text_of(value: Any, names: Names) -> str:
         return f"[{joined}]" if isinstance(value, list) else f"({joined}{',' * (len(items) == 1)})"
     if isinstance(value, slice):
         return f"slice({text_of(value.start, names)}, {text_of(value.stop, names)}, {text_of(value.step, names)})"
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return f'float("{value}")'
-    if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
-    if isinstance(value, torch._ops.OpOverload):
-        return f"torch.ops.{value}"
-    return repr(value)
+    return literal_text(value)

@@ -20,6 +20,7 @@ from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
+from fxrewrite.verify.calls import NoCallError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients, relative_bound
 from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.guess import Guesses
@@ -73,7 +74,8 @@ class Trial:
     """The outcome of one sample.
 
     Attributes:
-        status: "impossible" (no graph that runs), "unmatched", "refused", or "compared".
+        status: "uncallable" (no graph, whatever is drawn), "impossible" (no graph that runs), "unmatched", "refused",
+            or "compared".
         why: what prevented a comparison.
         sample: with all guessed bindings.
         differences: what was found.
@@ -84,7 +86,7 @@ class Trial:
         before, after: the graphs.
     """
 
-    status: Literal["impossible", "unmatched", "refused", "compared"]
+    status: Literal["uncallable", "impossible", "unmatched", "refused", "compared"]
     why: str = ""
     sample: Sample | None = None
     differences: tuple[Difference, ...] = ()
@@ -133,6 +135,8 @@ class Trials:
                 self.bed.prepare(before)
         except NoSampleError as error:
             return Trial("impossible", str(error))
+        except NoCallError as error:
+            return Trial("uncallable", str(error))
         sample, after = builder.complete, before
 
         def refused(why: str) -> Trial:

@@ -15,7 +15,8 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import tree_leaves
 
-from fxrewrite.backends import apply_to_export
+from fxrewrite import Param
+from fxrewrite.backends import apply_to_export, exported_graph
 from fxrewrite.errors import FxRewriteError, RefusedError, refuse
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
@@ -88,6 +89,22 @@ def test_the_program_computes_the_same_and_its_signature_is_right(dialect: str) 
     after.validate()
     torch.testing.assert_close(run(after), run(before))
     torch.testing.assert_close(run(after, X[:2], Y[:2]), run(before, X[:2], Y[:2]))
+
+
+@pytest.mark.parametrize("dialect", ["TRAINING", "ATEN"])
+def test_the_signature_says_which_inputs_are_parameters(dialect: str) -> None:
+    @rule("export.name_parameters")
+    def of_parameter(x: Any, w: Param) -> Any:
+        return torch.add(x, w)
+
+    @of_parameter.replacement
+    def _(x: Any, w: Any) -> Any:
+        return torch.add(x, w) + 0
+
+    assert of_parameter.explain(program(dialect).graph_module).num_matches == 0
+    assert of_parameter.explain(exported_graph(program(dialect))).num_matches == {"TRAINING": 1, "ATEN": 2}[dialect]
+    rules = RuleSet("export", of_parameter).once().expect("export.name_parameters")
+    torch.testing.assert_close(run(rules.apply_export(program(dialect))), run(program(dialect)))
 
 
 def test_the_signature_names_what_stands_there_now() -> None:

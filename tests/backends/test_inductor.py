@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fxrewrite.backends import GraphPass, installed
 from fxrewrite.backends.decompose import decompose, inductor_table
 from fxrewrite.backends.inductor import SLOTS
-from fxrewrite.errors import FxRewriteError, InvariantError
+from fxrewrite.errors import FxRewriteError, InvariantError, MatchExpectationError
 from fxrewrite.pattern import Literal
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import rule
@@ -275,3 +275,13 @@ def test_a_plan_that_finds_nothing_leaves_the_graph_alone() -> None:
     code = gm.code
     GraphPass("joint", plan().apply, "a")(gm.graph)
     assert gm.code == code
+
+
+def test_a_slot_says_that_each_graph_has_to_meet_an_expectation() -> None:
+    gm = symbolic(lambda x: torch.tanh(x) + 1, (3, 4))
+    expecting = plan().expect("act.silu")
+    with pytest.raises(MatchExpectationError, match="in a slot of inductor the forward pass, the backward"):
+        expecting.graph_pass("pre_grad")(gm.graph)
+    with pytest.raises(MatchExpectationError) as error:
+        expecting.apply(gm)
+    assert "inductor" not in str(error.value)

@@ -3,9 +3,10 @@
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.match import explain
-from fxrewrite.pattern import Literal, trace
+from fxrewrite.pattern import Literal, each, op, trace
 
 
 def attention(q, k, v, scale: Literal):
@@ -56,6 +57,48 @@ def test_missing_output() -> None:
 def test_no_anchor_at_all() -> None:
     text = why(lambda x: torch.relu(x), lambda x: torch.exp(x))
     assert "the graph has no node aten::relu" in text
+
+
+def test_a_graph_that_calls_modules_has_not_what_they_do() -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(2)
+    function = trace(lambda x, w, b: F.linear(x, w, b))
+    module = trace(lambda x: op(torch.nn.Linear, x))
+    called = str(explain(function, fx.symbolic_trace(model).graph.nodes))
+    assert "it calls modules, as torch.nn.modules.linear.Linear, and operators in them are not in this graph" in called
+    traced = str(explain(module, make_fx(model)(x).graph.nodes))
+    assert "only graphs of fx.symbolic_trace call modules, others have the functions that modules call" in traced
+    assert "others have" not in why(lambda x: op(torch.nn.Conv1d, x), model)
+
+
+def test_a_graph_that_writes_in_place_says_where_it_would_not() -> None:
+    text = why(lambda x: x * torch.sigmoid(x), lambda x: (y := x.clone()).mul_(torch.sigmoid(y)))
+    assert 'it has aten::mul_, which writes: normalize(gm), plan.backend(..., graph="aten") and the slots' in text
+
+
+def test_a_function_that_calls_operators_is_not_in_a_graph_of_overloads() -> None:
+    pattern = trace(lambda x: F.softsign(x))
+    assert "F.softsign" not in str(explain(pattern, fx.symbolic_trace(lambda x: torch.relu(x)).graph.nodes))
+    text = str(explain(pattern, make_fx(lambda x: F.softsign(x))(torch.ones(2)).graph.nodes))
+    assert "it has ATen overloads, and torch.nn.functional.softsign is no operator but calls some: write these" in text
+
+
+def test_a_list_stands_in_a_graph_of_overloads_as_its_parts() -> None:
+    def parts(x):
+        return torch.cat(torch.split(x, 1))
+
+    def each_part(x, n: Literal):
+        split = torch.split(x, n)
+
+        def part(i: Literal):
+            return split[i]
+
+        return torch.cat(each(part))
+
+    nodes = list(make_fx(parts)(torch.ones(3)).graph.nodes)
+    assert "found [getitem, getitem_1, getitem_2]; to match the parts of a list, write each(" in str(
+        explain(trace(parts), nodes)
+    )
+    assert explain(trace(each_part), nodes).num_matches == 1
 
 
 def test_same_value() -> None:

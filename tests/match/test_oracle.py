@@ -7,6 +7,7 @@ stands twice is two; what must be equal is compared afterwards. It shares only f
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -217,7 +218,8 @@ def settled(parts: Sequence[Placed], names: Iterable[str]) -> Found | None:
     nodes = frozenset(node for _, node in operators)
     for term, node in operators:
         is_shared = isinstance(term, Op) and term.shared
-        if node not in outputs and not is_shared and not nodes.issuperset(node.users):
+        readers = [user for user in node.users if user.users or user.target is not operator.getitem]
+        if node not in outputs and not is_shared and not nodes.issuperset(readers):
             return None
     return outputs, nodes, tuple((name, frozen(captures.get(name))) for name in names)
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxrewrite import Literal, Rule, functional
+from fxrewrite import Literal, Pattern, Rule, cap, functional, op
 from fxrewrite.match import explain
 from fxrewrite.rule_file import dump_rules, parse_rules
 from fxrewrite.verify import Draw
@@ -128,6 +128,41 @@ def test_a_result_is_missing_only_if_nothing_reads_it() -> None:
         assert apply(traced(function, X), low_rank).rewrites == 0
     found = explain(largest().pattern, traced(lambda a: torch.max(a, -1)[0].max(0)[1], X).graph.nodes)
     assert found.num_matches == 2
+
+
+def test_an_operator_with_one_result_is_indexed_as_a_tensor() -> None:
+    rule = made(lambda x: (x * 2)[0], lambda x: x[0] * 2)  # `mul` of TorchScript's lists is none of graphs
+    for form in (fx.symbolic_trace, lambda f: traced(f, X)):
+        assert apply(form(lambda x: torch.mul(x, 2)[0]), rule).rewrites == 1
+
+
+@pytest.mark.parametrize("form", ["torch", "aten"])
+def test_what_may_be_a_number_is_a_tensor_if_the_pattern_captures_it(form: str) -> None:
+    rule = made(lambda x, at, y: torch.scatter(x, 0, at, y), lambda x, at, y: x + y)  # another overload takes a number
+    at = torch.zeros(2, 2, dtype=torch.int64)
+    trace = fx.symbolic_trace if form == "torch" else lambda f: traced(f, X, at, X)
+    assert apply(trace(lambda x, at, y: x.scatter(0, at, y)), rule).rewrites == 1
+    of_number = Rule(
+        "test.it", Pattern((op("scatter", cap("x"), 0, cap("at"), cap("n", Literal)),)), lambda x, n: x + n
+    )
+    assert apply(trace(lambda x, at, y: x.scatter(0, at, y)), of_number).rewrites == 0
+    assert apply(trace(lambda x, at, y: x.scatter(0, at, 2.0)), of_number).rewrites == 1
+
+
+def test_a_result_that_is_taken_and_not_read_leaves_with_the_match() -> None:
+    rule = made(lambda x: torch.max(x, -1)[0], lambda x: torch.amax(x, -1))
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    both = graph.call_function(torch.ops.aten.max.dim, (a, -1))
+    values, indices = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+    graph.output((values, graph.call_function(operator.getitem, (both, 1))))
+    assert indices.users == {}
+    read = fx.GraphModule(torch.nn.Module(), graph)
+    assert "no user of root.a outside the match, found %getitem_2" in str(explain(rule.pattern, read.graph.nodes))
+    gm = traced(lambda a: torch.max(a, -1)[0] + 1, X)
+    assert apply(gm, rule).rewrites == 1
+    assert targets(gm) == ["aten.amax.default", "aten.add.Tensor"]
+    assert torch.equal(gm(X), X.amax(-1) + 1)
 
 
 def test_missing_results_are_verified() -> None:

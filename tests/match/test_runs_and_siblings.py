@@ -167,7 +167,9 @@ def test_a_parameter_is_told_from_an_input() -> None:
     graph = fx.symbolic_trace(Model()).graph
     (match,) = matches(trace(pattern), graph)
     assert match["w"].target == "w"
-    assert "expected a parameter at root.weight, found placeholder (%y)" in str(explain(trace(pattern), graph.nodes))
+    why = str(explain(trace(pattern), graph.nodes))
+    assert "expected a parameter at root.weight, found placeholder (%y); graphs behind autograd, and" in why
+    assert "do not tell parameters from inputs: run the plan by plan.backend" in why
 
 
 @pytest.mark.parametrize(

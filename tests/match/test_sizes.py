@@ -77,7 +77,7 @@ def test_sizes_stay_where_others_read_them() -> None:
 
 def test_mistakes() -> None:
     for pattern, said in (
-        (lambda x: x.view(x.shape[:-1]), "takes sizes one by one"),
+        (lambda x: x.view(x.shape[:-1]), "of a shape; for any rank, capture the whole argument, as shape: Any"),
         (lambda x: x.view(*x.shape), "cannot unpack a value of unknown length"),
         (lambda x: x.view(torch.tanh(x).shape[0], -1), "is of tanh(x), which the pattern has nowhere else"),
         (parse("view(x, [mul(size(x, 0), lit(n)), -1])"), "is of lit(n), which the pattern has nowhere else"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite import ops
 
@@ -126,3 +127,36 @@ def test_a_call_that_fits_no_signature_says_so() -> None:
         bind(aten.relu.default, X, Y)
     with pytest.raises(ops.BindingError, match=r"aten::to called with 1 positional arguments .* no keyword inplace"):
         bind("float", X, inplace=True)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(3), torch.nn.GroupNorm(1, 3), torch.nn.BatchNorm1d(3).eval()])
+def test_a_flag_of_kernels_means_nothing_that_is_computed(norm: torch.nn.Module) -> None:
+    exported = torch.export.export(norm, (torch.ones(2, 3),)).graph
+    flags = [list(ops.bind(node).values())[-1] for node in exported.nodes if "norm" in str(node.target)]
+    assert flags[-1] is True  # torch.export writes False, F.layer_norm and others mean True
+
+
+@pytest.mark.parametrize("other_first", [True, False])
+def test_arguments_of_one_kind_that_mean_different_functions_bind_differently(other_first: bool) -> None:
+    calls = [
+        (F.kl_div, (X, Y), {"reduction": "batchmean", "log_target": other_first}, {"reduction": "mean"}),
+        (F.max_pool2d, (X, 2), {"return_indices": True, "ceil_mode": other_first}, {"return_indices": False}),
+        (F.smooth_l1_loss, (X, Y), {"beta": 0.0, "reduction": "sum"}, {"beta": 1.0}),
+        (torch.norm, (X,), {"p": "nuc", "keepdim": other_first}, {"p": "fro"}),
+    ]
+    for function, args, other, named in calls:
+        for kwargs in ({**other}, {**other, **named})[:: 1 if other_first else -1]:
+            node = graph.call_function(function, args, kwargs)
+            is_operator = ops.key(node).startswith("aten::")
+            assert is_operator == (kwargs != other)
+            assert ("self" in ops.bind(node)) == is_operator
+
+
+def test_what_tracing_writes_out_is_the_default() -> None:
+    zeros = make_fx(lambda x: torch.zeros_like(x, device="cpu"))(torch.ones(2)).graph
+    (node,) = zeros.find_nodes(op="call_function", target=aten.zeros_like.default)
+    assert node.kwargs == {"device": torch.device("cpu"), "pin_memory": False}
+    written = bind(torch.zeros_like, X, device="cpu")
+    assert {**ops.bind(node), "self": X} == written
+    assert written["pin_memory"] is None
+    assert bind(torch.zeros_like, X, pin_memory=True)["pin_memory"] is True

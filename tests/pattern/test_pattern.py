@@ -152,6 +152,18 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
     assert (LiteralValue(a) == LiteralValue(b)) == (freeze(a) == freeze(b))
 
 
+def test_results_have_the_names_that_torch_gives_them() -> None:
+    assert trace(lambda x: torch.max(x, -1).values) == trace(lambda x: torch.max(x, -1)[0])
+    assert trace(lambda x: x.sort().indices + 1) == trace(lambda x: x.sort()[1] + 1)
+    assert trace(lambda x: torch.linalg.svd(x).Vh) == trace(lambda x: torch.linalg.svd(x)[2])
+
+
+def writes_an_item(x: Any) -> Any:
+    y = torch.empty_like(x)
+    y[0] = x
+    return y
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -164,9 +176,10 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         ),
         (lambda x: None, "a pattern gives a call, or a tuple of calls, not None; is its `return` missing?"),
         (lambda x: [torch.relu(x), torch.exp(x)], "a pattern gives a call, or a tuple of calls, not a list"),
+        (lambda x: x.relu, r"a pattern gives a call, or a tuple of calls, not a function; are its \(\) missing\?"),
         (lambda x: {"y": torch.relu(x)}, "a pattern gives a call, or a tuple of calls, not a dict"),
         (lambda x: maybe(torch.relu(x)), "must be an operator: it would match every node"),
-        (lambda x, y: torch.relu(x), r"\['y'\] do not occur in relu\(x\)"),
+        (lambda x, y: torch.relu(x), r"take the parameters y out, which relu\(x\) does not have"),
         (lambda x: torch.relu(x) if x.shape[0] else x, "cannot branch on a value"),
         (
             lambda x: torch.relu(x) if x.shape[0] == 2 else x,
@@ -174,6 +187,8 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         ),
         (lambda x: torch.relu(x) if torch.half != x.dtype else x, "cannot branch on sizes or dtypes"),
         (lambda x: torch.relu(x) if x == 2 else x, "cannot branch on a value"),
+        (lambda x: [x for _ in range(x.shape[0])], "cannot loop over a size or a captured number"),
+        (writes_an_item, r"cannot write to x\[i\]; match the functional operator, such as slice_scatter"),
         (lambda x: torch.relu(x) * len(x), "does not know how many entries or items"),
         (lambda x, y: x.view(y.shape, 2), r"size has all sizes of y among others; write them singly, y.shape\[0\]"),
         (lambda x: functional("port_a_list::fill", x, x), r"takes outs item by item, as in \[a, b\]"),
@@ -182,6 +197,8 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         (lambda x: functional("port_a_list::fill", [x, x]), r"functional\("),
         (lambda x: torch.relu(x.grad), "a pattern has no attribute 'grad'; it has shape, dtype and device"),
         (lambda x, y: x @ y.T, r"a pattern has no attribute 'T'; write x.transpose\(-2, -1\), or op"),
+        (lambda x: torch.relu(x.real), r"a pattern has no attribute 'real'; write torch.real\(x\)"),
+        (lambda x: x * x.ndim, r"no attribute 'ndim'; state it, as in where=\[\"rank\(x\) == 2\"\]"),
         (lambda x: x.mH * 2, r"no attribute 'mH'; write x.transpose\(-2, -1\).conj\(\), or op"),
         (lambda x: x.relu() if x else x, "cannot branch on a value"),
         (lambda x: torch.ger(x), "missing 1 required"),

@@ -74,6 +74,7 @@ HALVES = where.predicate("n", text="is_odd")(lambda n: f"{n} is odd")
         (where.parse("size(fixed, 1) // 4 == 1"), "size(fixed, 1) // 4 == 1", ""),
         (where.value("p", "==", 0.1), "p == 0.1", ""),
         (where.value("p", "<", 0), "p < 0", "p is 0.1"),
+        (where.parse("p == n - 2.9"), "p == n - 2.9", "p is 0.1, n is 3, n - 2.9 is 0.10000000000000009"),
         (where.value("n", "==", 3.0), "n == 3.0", ""),
         (where.value("n", "in", (1, 2)), "n in {1, 2}", "n is 3"),
         (where.value("n", "not in", (1, 2)), "n not in {1, 2}", ""),

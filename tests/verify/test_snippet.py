@@ -80,3 +80,15 @@ def test_a_counterexample_has_fewer_than_ten_lines(name: str) -> None:
     assert max(map(len, lines)) <= 200
     ran = execute(counterexample.snippet)
     assert not torch.allclose(ran["expected"][0], ran["found"][0])
+
+
+def test_a_function_of_the_program_that_runs_is_imported_from_it() -> None:
+    def double(x: Any) -> Any:
+        return x * 2
+
+    double.__module__, double.__qualname__ = "__main__", "double"
+    graph = fx.Graph()
+    graph.output(graph.call_function(double, (graph.placeholder("x"),)))
+    program = written(fx.GraphModule(torch.nn.Module(), graph))
+    assert "from __main__ import double\n" in program
+    assert "v0 = double(x)\n" in program

@@ -32,6 +32,7 @@ from fxrewrite import (
 from fxrewrite.errors import RuleDefinitionError, VerificationError
 from fxrewrite.ops import declare_pure
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
+from fxrewrite.verify.build import Builder
 from tests.verify.rules import rule_of, verify
 
 aten = torch.ops.aten
@@ -417,6 +418,66 @@ def test_no_sample_is_an_error_that_says_how_near_it_came() -> None:
     )
     with pytest.raises(VerificationError, match="no sample matches"):
         verdict.raise_if_false()
+
+
+@pytest.mark.parametrize(
+    ("term", "why"),
+    [
+        (op(torch.nn.Linear, X), "Linear is a module, of which no samples are made; test the rule on the functions"),
+        (op("cat", op("split", X, 2)), r"a graph of ATen overloads has a list as tensors of aten::cat; to match the"),
+    ],
+)
+def test_a_pattern_of_which_no_graph_can_be_made_is_given_up_at_once(term: Any, why: str) -> None:
+    verdict = verify(rule_of(term, lambda x: torch.relu(x)), samples=4)
+    assert "no sample can be made: " in verdict.error
+    assert why in verdict.error
+    assert "0 of 4 samples were found among 4 graphs" in verdict.remarks
+
+
+def test_a_pattern_that_no_graph_matches_is_given_up() -> None:
+    never = where.predicate("x", text="never")(lambda x: "it is never so")
+    verdict = verify(rule_of(torch.relu(X), lambda x: torch.relu(x), never), samples=64)
+    assert "0 of 64 samples were found among 400 graphs" in verdict.remarks
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        op("layer_norm", X, [cap("d", Literal)], cap("w"), cap("b")),
+        op("conv2d", X, cap("w"), cap("b"), *(cap(name, Literal) for name in ("s", "p", "d", "g"))),
+        op("avg_pool2d", X, *(cap(name, Literal) for name in ("k", "s", "p"))),
+    ],
+    ids=["layer_norm", "conv2d", "avg_pool2d"],
+)
+def test_arguments_that_depend_on_each_other_are_guessed(term: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+    attempt = Builder._attempt
+
+    def counted(*args: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        return attempt(*args)
+
+    monkeypatch.setattr(Builder, "_attempt", counted)
+    same = rule_of(term, lambda match: match.call(match.root.target, *match.root.args, **match.root.kwargs))
+    verdict = verify(same, terminates=False)
+    assert verdict.ok, verdict
+    assert tries < 25 * verdict.samples  # else 200 and more
+
+
+def test_items_of_variadic_arguments_are_given_by_position() -> None:
+    def total(*values: Any, scale: float = 1.0) -> Any:
+        return sum(values) * scale
+
+    sys.modules[__name__].total = total  # pyright: ignore[reportAttributeAccessIssue]
+    total.__qualname__ = "total"
+    assert verify(rule_of(op(total, X, cap("y")), lambda x, y: x + y), samples=4).ok
+
+
+def test_what_the_verdict_says_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    verdict = verify(rule_of(torch.relu(X), lambda x: torch.relu(x).view(-3)), samples=2)
+    assert "the replacement raised RuntimeError" in str(verdict.counterexample)
+    assert not caplog.records
 
 
 def test_a_verdict_says_why_most_matches_are_refused() -> None:

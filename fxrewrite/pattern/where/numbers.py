@@ -18,6 +18,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_read_from_data
 from fxrewrite.pattern.terms import LiteralValue, frozen
+from fxrewrite.pattern.text import literal_text
 from fxrewrite.pattern.where.base import BaseConstraint, NoAnswerError, tensor_of
 
 RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -266,7 +267,10 @@ def _holds(left: Any, relation: str, *right: Any) -> bool:
 
 def _found(numbers: tuple[Number, ...], captures: Mapping[str, Any]) -> str:
     atoms = dict.fromkeys(atom for number in numbers for atom in _atoms(number))
-    return ", ".join(atom.said(atom.read(captures)) for atom in atoms)
+    said = [atom.said(atom.read(captures)) for atom in atoms]
+    computed = [(number, _read(number, captures)) for number in numbers if isinstance(number, Arithmetic)]
+    said += [f"{number} is {value}" for number, value in computed if isinstance(value, float)]  # 1 - 0.9 is not 0.1
+    return ", ".join(said)
 
 
 def _unknown(*found: Any) -> str:
@@ -284,8 +288,4 @@ def _atoms(number: Number) -> Iterator[SizeOf | RankOf | ValueOf | TotalOf]:
 
 
 def _text(number: Number) -> str:
-    if not isinstance(number, LiteralValue):
-        return str(number)
-    if isinstance(number.value, float) and number.value in (float("inf"), float("-inf")):
-        return f'float("{number.value}")'
-    return repr(number.value)
+    return literal_text(number.value) if isinstance(number, LiteralValue) else str(number)
