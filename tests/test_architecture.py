@@ -26,7 +26,7 @@ LAYERS = (
         "prove",
     ),
     *("backends", "report", "rule", "plan", "adapters"),
-    *("rule_file", "registry", "page", "spmd", "testing", "cli", "__main__"),
+    *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
 """What `fxrewrite` consists of, lowest first."""
 SPMD_LAYERS = ("layouts", "operators", "price", "propagation", "lower", "discovery", "runtime", "parallelism")

@@ -1,4 +1,4 @@
-"""How every node of a graph runs: layout rules forward, over regions that are relocated, and backward."""
+"""How every node of a graph runs: layout rules by worklist, forward, over regions that are relocated, and backward."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.errors import RefusedError, refuse
+from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import is_pure, is_random, key, memory_origins, memory_written, mutated, mutates, updates_statistics
 from fxrewrite.spmd.context import SpmdContext
@@ -71,14 +72,14 @@ class Propagation:
 
     def run(self) -> dict[fx.Node, Decision]:
         """Returns how every node runs."""
-        self._forward()
+        solve(self.graph, self._forward, facts=self.decisions)
         while self._given is None and self._write_parts():  # a body cannot complete the sums that these are
             self.decisions.clear()
             self._derived.clear()
             self._written = memory_written(self.graph)
-            self._forward()
-        # Relocation reads produced and required placements of all nodes, so it runs after the forward pass; and before
-        # the backward pass, which only moves what is replicated.
+            solve(self.graph, self._forward, facts=self.decisions)
+        # Relocation reads produced and required placements of all nodes, so it runs once the forward pass is at its
+        # fixed point; and before the backward pass, which only moves what is replicated.
         if self._given is None:  # a body holds no redistribution, so nothing in it can be relocated
             Relocation(self.decisions, self._movable, self._derived, self.axis).run(self.graph)
         self._backward()
@@ -103,13 +104,9 @@ class Propagation:
 
     # forward
 
-    def _forward(self) -> None:
-        """Decide how each node runs, given how the nodes before it run."""
-        for node in self.graph.nodes:
-            self.decisions[node] = self._decided(node)
-
-    def _decided(self, node: fx.Node) -> Decision:
-        decision = self._run(node)
+    def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
+        """How the node runs, given how the nodes before it run."""
+        decision = self._run(node, facts)
         sharded = any(placement != R for placement in decision.produced + decision.shown)
         if sharded or any(operand in self._derived for operand in node.all_input_nodes):
             self._derived.add(node)
@@ -132,7 +129,7 @@ class Propagation:
         )
         return replace(decision, shown=shown, preferred=any(placement != R for placement in shown))
 
-    def _run(self, node: fx.Node) -> Decision:
+    def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs on its operands as their producers place them."""
         if node.op == "output":
             return self._output(node)
@@ -147,7 +144,7 @@ class Propagation:
         # One of several results has the placement that the operator produces it with.
         source, index = producer_of(node)
         if source is not node:
-            return self.decisions[source].item(index)
+            return facts[source].item(index)
         operands = operands_of(node)
         return self._operator(node, operands, replicated(len(operands), len(results_of(node))))
 
@@ -265,10 +262,13 @@ class Propagation:
         A slice after the operator is exact as well; this saves computing and holding what is then thrown away, such as
         the rows of a mask or of position embeddings that belong to other ranks.
         """
-        for node in reversed(self.graph.nodes):
+        work = Worklist(self.graph, backward=True)
+        work.push(self.graph.nodes)
+        for node in work:
             decision = self._demanded(node)
             if decision is not None:
                 self.decisions[node] = decision
+                work.push(node.all_input_nodes)
 
     def _demanded(self, node: fx.Node) -> Decision | None:
         """The decision to produce a replicated value sharded, where every user requires the same shard; else None."""

@@ -43,7 +43,7 @@ R = Replicate()
 
 
 class PropagatePlacements:
-    """The step of a plan that decides by layout rules how each operator runs.
+    """The step of a plan that runs layout rules by worklist.
 
     Args:
         name: of the step.
@@ -97,7 +97,7 @@ class PropagatePlacements:
         return changes
 
     def text(self) -> str:
-        lines = ["how each operator runs, by layout rules; a redistribution on every edge whose ends disagree"]
+        lines = ["layout rules by worklist; a redistribution on every edge whose ends disagree"]
         return "\n".join(lines + [f"    {rule.text()}" for rule in self.rules])
 
 
