@@ -35,6 +35,8 @@ from torch import fx
 from fxrewrite.errors import refuse
 from fxrewrite.graph.sizes import Size, is_same_size
 from fxrewrite.match.match import Match
+from fxrewrite.match.safety import Effects
+from fxrewrite.ops import memory_origins
 from fxrewrite.pattern import where
 from fxrewrite.pattern.combinators import Literal, cap, op
 from fxrewrite.pattern.pattern import Pattern
@@ -252,7 +254,10 @@ def stays(x: fx.Proxy) -> fx.Proxy:
 @_lowers("slice", moves(Replicate, Shard))
 def slice_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     """the rank's chunk"""
-    return take_chunk(match, x, dst)
+    chunk = take_chunk(match, x, dst)
+    memory = memory_origins(chunk.node)  # what is written to it later, as to a buffer, is not meant to reach the chunk
+    is_written = Effects(match.edit).later_writer(match.root, memory) is not None
+    return _lowering(match).settled(aten.clone(chunk), match.root) if is_written else chunk
 
 
 @_lowers("all_gather", moves(Shard, Replicate))
