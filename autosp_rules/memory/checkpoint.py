@@ -213,6 +213,9 @@ class TagCheckpoints:
         """Tags nodes, adds a line to the report, and returns the number of tagged nodes."""
         if self.option == "none":
             return 0
+        if not torch.is_grad_enabled():  # AOTAutograd stops there at tags of attention, which may draw
+            report.events.append(Checkpointed(option=self.option, why=_NO_BACKWARD))
+            return 0
         nodes = edit.nodes()
         layers, num_own = _layers(nodes)
         if not layers:
@@ -241,6 +244,7 @@ class TagCheckpoints:
         return _described(layers, step)
 
 
+_NO_BACKWARD = "nothing is recomputed: gradients are disabled"
 _ALL_FITS = "nothing is recomputed: what the layers keep takes less than a quarter of the device's memory"
 
 

@@ -244,5 +244,10 @@ class _FunctionalInliner(Functional, _Inliner):
 
 
 def _tags() -> dict[str, Any]:
-    """Returns tags of a checkpoint's nodes for AOTAutograd's partitioner; each call is a region of its own."""
+    """Returns tags of a checkpoint's nodes for AOTAutograd's partitioner; each call is a region of its own.
+
+    Without gradients there are none: nothing is kept, and AOTAutograd stops at tags of attention, which may draw.
+    """
+    if not torch.is_grad_enabled():
+        return {}
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_checkpoint_ids)}
