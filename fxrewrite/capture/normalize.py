@@ -29,9 +29,10 @@ from fxrewrite.capture.functionalize import Functional, functional_writes
 from fxrewrite.capture.vmap import without_vmap
 from fxrewrite.errors import FxRewriteError, named_line, refuse
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.differentiable import may_go_backward
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.sizes import hoist_sizes
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import CHECKPOINT_TAGS, source_line
 from fxrewrite.ops import is_parameter, is_per_rank, without_saved_tensors_hooks
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -76,6 +77,8 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
         return copy_module(gm)
     with few_collections():
         normal = _normalized(gm)
+    if not may_go_backward(gm.graph):
+        _drop_tags(normal)
     normal.meta[_NORMAL] = True
     return normal
 
@@ -105,6 +108,14 @@ def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     normal.graph.eliminate_dead_code()
     normal.recompile()
     return normal
+
+
+def _drop_tags(normal: fx.GraphModule) -> None:
+    """Nothing is kept where nothing goes backward, and AOTAutograd stops at tags of attention there, which may draw."""
+    for module in normal.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            for tag in CHECKPOINT_TAGS:
+                node.meta.pop(tag, None)
 
 
 def _traced_once(program: Callable[[], _Inliner], placeholders: Sequence[fx.Node]) -> fx.GraphModule:
@@ -244,10 +255,5 @@ class _FunctionalInliner(Functional, _Inliner):
 
 
 def _tags() -> dict[str, Any]:
-    """Returns tags of a checkpoint's nodes for AOTAutograd's partitioner; each call is a region of its own.
-
-    Without gradients there are none: nothing is kept, and AOTAutograd stops at tags of attention, which may draw.
-    """
-    if not torch.is_grad_enabled():
-        return {}
+    """Returns tags of a checkpoint's nodes for AOTAutograd's partitioner; each call is a region of its own."""
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_checkpoint_ids)}
