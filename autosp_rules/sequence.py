@@ -12,6 +12,7 @@ kinds of operators start hidden states, in any model:
 
 The sequence is the last dimension of ids, or the dimension next to the features; it is followed through transposes
 from the inputs on. For a floating input [a, b, features] it is the longer of a and b; `sequence_dim` overrides that.
+Ids of one dimension are one for each row of a batch, unless `sequence_dim` is 0 or they are a row of ids [batch, S].
 Whether a dimension is symbolic does not matter, because batch sizes vary, too. All this decides only what is fast:
 results are exact whatever is sharded.
 A length that the number of ranks does not divide is sharded in padded chunks, with a line in the report. A length
@@ -308,8 +309,10 @@ class _Tracing:
         if not isinstance(ids, fx.Node) or _is_floating(ids) or not _is_floating(args[table]):
             return None
         shape, trace = _shape(ids), self._trace(ids)
-        if trace.origin != Origin.CALL or len(shape) < 2 or self._trace(args[table]).origin != Origin.MODEL:
+        if trace.origin != Origin.CALL or self._trace(args[table]).origin != Origin.MODEL:
             return None
+        if len(shape) < 2 and trace.dim is None:
+            return None  # an id for each row of the batch: a language, a time
         dim = trace.dim if trace.dim is not None else len(shape) - 1
         pairs = sum(is_same_size(size, shape[dim]) for size in shape[1:]) > 1  # an id for each pair of tokens
         of_whole = is_same_size(shape[dim], 1)  # one id for a whole sequence: a language, a task
@@ -346,6 +349,8 @@ def _of_input(placeholder: fx.Node, sequence_dim: int | None) -> Trace:
     if not is_tensor(placeholder) or is_parameter(placeholder):
         return Trace()
     shape = _shape(placeholder)
+    if len(shape) == 1 and sequence_dim == 0 and not _is_floating(placeholder):
+        return Trace(Origin.CALL, 0)
     if len(shape) < 2 or (_is_floating(placeholder) and len(shape) > 3):
         return Trace(Origin.CALL)
     has_either = _is_floating(placeholder) and len(shape) == 3  # [batch, sequence, features], or the sequence first

@@ -21,7 +21,8 @@ from fxrewrite.spmd import Axis, Border, Leaving, SpmdContext, is_with_loss
 
 NO_SEQUENCE_HINT = (
     "pass token ids with the sequence as their last dimension, or hidden states with features as the last, and weights "
-    "that are arguments, as of torch.func.functional_call, as nn.Parameters; if this is a part of a model, "
+    "that are arguments, as of torch.func.functional_call, as nn.Parameters; if ids have the sequence as their only "
+    "dimension, say so: autosp(sequence_dim=0); if this is a part of a model, "
     "torch.compile(..., fullgraph=True) shows where its graph breaks"
 )
 

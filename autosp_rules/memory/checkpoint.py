@@ -47,7 +47,7 @@ from autosp_rules.memory.costs import (
     read_in_backward,
 )
 from fxrewrite import Edit, Event, Report
-from fxrewrite.graph import in_canonical_order, is_recomputed
+from fxrewrite.graph import in_canonical_order, is_recomputed, may_go_backward
 from fxrewrite.ops import is_pure, is_random, key
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention.flops import ATTENTION_KEYS
@@ -213,6 +213,9 @@ class TagCheckpoints:
         """Tags nodes, adds a line to the report, and returns the number of tagged nodes."""
         if self.option == "none":
             return 0
+        if not may_go_backward(edit.graph):  # AOTAutograd stops there at tags of attention, which may draw
+            report.events.append(Checkpointed(option=self.option, why=_NO_BACKWARD))
+            return 0
         nodes = edit.nodes()
         layers, num_own = _layers(nodes)
         if not layers:
@@ -241,6 +244,7 @@ class TagCheckpoints:
         return _described(layers, step)
 
 
+_NO_BACKWARD = "nothing is recomputed: nothing goes backward"
 _ALL_FITS = "nothing is recomputed: what the layers keep takes less than a quarter of the device's memory"
 
 

@@ -29,9 +29,10 @@ from fxrewrite.capture.functionalize import Functional, functional_writes
 from fxrewrite.capture.vmap import without_vmap
 from fxrewrite.errors import FxRewriteError, named_line, refuse
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.differentiable import may_go_backward
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.sizes import hoist_sizes
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import CHECKPOINT_TAGS, source_line
 from fxrewrite.ops import is_parameter, is_per_rank, without_saved_tensors_hooks
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -77,6 +78,8 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
         return copy_module(gm)
     with few_collections():
         normal = _normalized(gm)
+    if not may_go_backward(gm.graph):
+        _drop_tags(normal)
     normal.meta[_NORMAL] = True
     return normal
 
@@ -106,6 +109,14 @@ def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     normal.graph.eliminate_dead_code()
     normal.recompile()
     return normal
+
+
+def _drop_tags(normal: fx.GraphModule) -> None:
+    """Nothing is kept where nothing goes backward, and AOTAutograd stops at tags of attention there, which may draw."""
+    for module in normal.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            for tag in CHECKPOINT_TAGS:
+                node.meta.pop(tag, None)
 
 
 def _traced_once(program: Callable[[], _Inliner], placeholders: Sequence[fx.Node]) -> fx.GraphModule:

@@ -11,7 +11,11 @@ from fxrewrite.graph.closed import (
 )
 from fxrewrite.graph.copy import copy_module as copy_module
 from fxrewrite.graph.diff import graph_diff as graph_diff
-from fxrewrite.graph.differentiable import differentiated as differentiated, is_recomputed as is_recomputed
+from fxrewrite.graph.differentiable import (
+    differentiated as differentiated,
+    is_recomputed as is_recomputed,
+    may_go_backward as may_go_backward,
+)
 from fxrewrite.graph.edit import Edit as Edit
 from fxrewrite.graph.facts import Fact as Fact
 from fxrewrite.graph.garbage import few_collections as few_collections

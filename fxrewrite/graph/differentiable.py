@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -19,6 +20,19 @@ def passed(node: fx.Node) -> Collection[fx.Node]:
 def requires_gradient(node: fx.Node) -> bool:
     """Whether an input requires a gradient in what the graph was traced with; True where that is not known."""
     return node.op == "placeholder" and getattr(node.meta.get("example_value"), "requires_grad", True)
+
+
+def may_go_backward(graph: fx.Graph) -> bool:
+    """Whether AOTAutograd makes a backward graph, or may: gradients are enabled, and an input requires one."""
+    inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr") and ops.has_inexact(node)]
+    return torch.is_grad_enabled() and any(map(_may_require_gradient, inputs))
+
+
+def _may_require_gradient(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return requires_gradient(node)
+    owner = node.graph.owning_module
+    return owner is None or getattr(ops.held(owner, node), "requires_grad", False)
 
 
 def differentiated(

@@ -199,19 +199,25 @@ def test_names_that_a_hook_or_keywords_take() -> None:
         assert dry_run(model, {"tokens": IDS}, num_ranks=2)[1].slices
 
 
+class Normed(Tiny):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm, self.up = norm(16, affine=True, track_running_stats=True), nn.Linear(16, 16)
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)).square().mean()
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_statistics_of_all_tokens_are_sums_over_ranks(norm: Any) -> None:
-    class Normed(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up = norm(16, affine=True, track_running_stats=True), nn.Linear(16, 16)
-            self.double()
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.up(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)).square().mean()
-
-    report = assert_equal_to_one_device(Normed(), {"ids": IDS[:, :13]}, ranks=(2, 3))
+    report = assert_equal_to_one_device(Normed(norm), {"ids": IDS[:, :13]}, ranks=(2, 3))
     assert not [line for line in report.lines if line.startswith(("gathered", "whole"))]
+
+
+def test_a_chunk_of_a_buffer_is_not_written_to_with_it() -> None:
+    """The statistics, as long as the sequence, are taken to be cut, and a chunk of the old ones shares their memory."""
+    assert_equal_to_one_device(Normed(nn.BatchNorm1d), {"ids": IDS})
 
 
 @pytest.mark.parametrize("length", [12, 13])

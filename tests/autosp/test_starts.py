@@ -113,6 +113,25 @@ def test_another_dimension_is_the_sequence_where_that_is_said() -> None:
         dry_run(model, {"x": ids}, num_ranks=2, config=AutoSPConfig(sequence_dim=2))
 
 
+@pytest.mark.parametrize("length", [15, 16])
+def test_ids_may_have_no_dimension_but_the_sequence(length: int) -> None:
+    """As where documents are packed in one row; where nobody says it, they are one for each row of a batch."""
+
+    class Flat(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.tokens(x)
+            q, k, v = self.qkv(self.norm(rows)).unflatten(-1, (3, 4, 4)).permute(1, 2, 0, 3).unsqueeze(1)
+            return (rows + F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)).pow(3).mean()
+
+    model, row = Flat(lambda m, x: x), IDS[0, :length]
+    report = assert_equal_to_one_device(model, {"x": row}, config=AutoSPConfig(sequence_dim=0))
+    assert report.tokens_per_rank == 4
+    with pytest.raises(AutoSPError, match=r"as their only dimension, say so: autosp\(sequence_dim=0\)"):
+        dry_run(model, {"x": row}, num_ranks=2)
+    report = assert_equal_to_one_device(Model(lambda m, x: m.tokens(x[0])[None]), {"x": row[None]})
+    assert report.tokens_per_rank == 4
+
+
 @pytest.mark.parametrize(("marked", "length"), [((0,), 15), ((1,), 16), ((0, 1), 15)])
 @pytest.mark.some(1)
 def test_a_symbolic_batch_is_not_the_sequence(marked: tuple[int, ...], length: int) -> None:

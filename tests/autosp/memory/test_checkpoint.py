@@ -121,6 +121,17 @@ def test_a_model_that_checkpoints_keeps_its_own_choice() -> None:
     assert not any(n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for n in gm.graph.nodes)
 
 
+@pytest.mark.parametrize(("checkpointing", "frozen"), [(False, False), (True, False), (False, True)])
+def test_nothing_is_tagged_where_nothing_goes_backward(checkpointing: bool, frozen: bool) -> None:
+    """AOTAutograd stops at tags of attention in a graph without a backward pass: torch says that it may draw."""
+    model, config = build("llama_gqa", checkpointing=checkpointing), AutoSPConfig(checkpoint="full", inner="aot_eager")
+    model.requires_grad_(not frozen)
+    with torch.set_grad_enabled(frozen):
+        program, report = dry_run(model, batch("llama_gqa", "plain"), num_ranks=2, config=config)
+    assert not any(map(is_recomputed, program.graph.nodes))
+    assert "checkpoint='full': nothing is recomputed: nothing goes backward" in report.lines
+
+
 @pytest.mark.parametrize(("option", "dynamic", "fits"), [("auto", False, True), (10**6, True, False)])
 def test_a_program_for_any_length_is_tagged_for_a_long_one(
     option: Any, dynamic: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
