@@ -94,8 +94,8 @@ class FindWrittenOut:
                 why = why_not_raised(node) or next((refused[u.name] for u in node.users if u.name in refused), "")
                 left.setdefault(why, []).append(node)
         for why, calls in left.items():
-            where = {"first": calls[0].name, "source": source_line(calls[0])}
-            report.events.append(FlexAttentionLeft(num_calls=len(calls), why=why, **where))
+            first, source = calls[0].name, source_line(calls[0])
+            report.events.append(FlexAttentionLeft(num_calls=len(calls), why=why, first=first, source=source))
         return 0
 
     def text(self) -> str:

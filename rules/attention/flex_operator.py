@@ -55,13 +55,20 @@ class FlexCall(NamedTuple):
     @classmethod
     def of(cls, node: fx.Node) -> FlexCall:
         """Reads a call of `FLEX_ATTENTION` in a graph that belongs to a module."""
-        q, k, v, score_mod, block_mask, scale, _, *leaves = node.args
+        given: Any = node.args
         owner: Any = node.graph.owning_module
-        *_, rows, columns, mask_mod = block_mask  # pyright: ignore[reportGeneralTypeIssues]
-        bodies = [held(owner, body) for body in (score_mod, mask_mod)]
+        q, k, v, score_mod, block_mask, scale, _, *leaves = given
+        *_, rows, columns, mask_mod = block_mask
         score_leaves, mask_leaves = leaves or ((), ())
-        has_blocks = (rows, columns) != (_NO_BLOCKS, _NO_BLOCKS)
-        return cls(q, k, v, *bodies, has_blocks, scale, tuple(score_leaves), tuple(mask_leaves))  # pyright: ignore[reportArgumentType]
+        return cls(
+            *(q, k, v),
+            score_body=held(owner, score_mod),
+            mask_body=held(owner, mask_mod),
+            has_blocks=(rows, columns) != (_NO_BLOCKS, _NO_BLOCKS),
+            scale=scale,
+            score_leaves=tuple(score_leaves),
+            mask_leaves=tuple(mask_leaves),
+        )
 
 
 def flex_arguments(

@@ -73,7 +73,8 @@ def _is_masked_attention_with_lse(flex: fx.Node) -> bool | str:
 
 _flex, _sinks = cap("flex"), cap("sinks")
 _out: Any = op(operator.getitem, _flex, 0)
-_lse: Any = op(operator.getitem, _flex, 1) * math.log(2)
+_lse_to_base_2: Any = op(operator.getitem, _flex, 1)
+_lse: Any = _lse_to_base_2 * math.log(2)
 
 
 def _cast(x: Any) -> Any:
@@ -86,7 +87,8 @@ def _raise(name: str, pattern: Any, condition: Any) -> Rule:
 
 _lse_column: Any = op("unsqueeze", _cast(_lse), -1)
 _lse_and_sinks: Any = op("logsumexp", op("cat", [_lse_column, _sinks], -1), [-1], True)
-_share_by_rows: Any = op("unsqueeze", op("sigmoid", op("transpose", _lse, 1, 2) - _sinks), -1)
+_lse_by_rows: Any = op("transpose", _lse, 1, 2)
+_share_by_rows: Any = op("unsqueeze", op("sigmoid", _lse_by_rows - _sinks), -1)
 
 raise_flex = _raise("attention.raise_flex", _out, _is_masked_attention)
 raise_flex_sinks = _raise(
