@@ -303,7 +303,7 @@ def test_flex_attention_stays_one_call() -> None:
 
             return checkpoint(lambda q: flex_attention(q * 2, q, q, score), q, use_reentrant=False)
 
-    q, slopes = torch.rand(1, 2, 16, 8), torch.rand(2)
+    q, slopes = torch.rand(1, 2, 16, 8), torch.rand(2, requires_grad=True)
     _, normal, inputs = compile_and_keep(Flex(), q, slopes)
     (call,) = normal.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
     score = normal.get_submodule(str(call.args[3]))
