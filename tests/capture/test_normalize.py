@@ -297,14 +297,14 @@ def test_flex_attention_stays_one_call() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     class Flex(nn.Module):
-        def forward(self, q: torch.Tensor, slopes: torch.Tensor) -> Any:
+        def forward(self, q: torch.Tensor, slopes: torch.Tensor, scale: torch.Tensor) -> Any:
             def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
                 return s + slopes[h] * (i - j)
 
-            return checkpoint(lambda q: flex_attention(q * 2, q, q, score), q, use_reentrant=False)
+            return scale * checkpoint(lambda q: flex_attention(q * 2, q, q, score), q, use_reentrant=False)
 
-    q, slopes = torch.rand(1, 2, 16, 8), torch.rand(2, requires_grad=True)
-    _, normal, inputs = compile_and_keep(Flex(), q, slopes)
+    q, slopes = torch.rand(1, 2, 16, 8), torch.rand(2)
+    _, normal, inputs = compile_and_keep(Flex(), q, slopes, torch.ones((), requires_grad=True))
     (call,) = normal.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
     score = normal.get_submodule(str(call.args[3]))
     assert all(isinstance(node.target, torch._ops.OpOverload) for node in score.graph.nodes if "call" in node.op)
