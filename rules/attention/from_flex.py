@@ -47,7 +47,7 @@ def why_not_raised(flex: fx.Node, *, most: int = 0) -> str:
     """
     if flex.target is not FLEX_ATTENTION:
         return f"%{flex.name} is {key(flex)}"
-    if any(user.args[1] > most for user in flex.users):  # pyright: ignore[reportOperatorIssue]  # getitem nodes
+    if any(user.target is not operator.getitem or user.args[1] not in range(most + 1) for user in flex.users):
         return "its logsumexp or greatest score is read"
     call = FlexCall.of(flex)
     of_q, of_k = (dtype_name(fake_value(x).dtype) for x in (call.q, call.k))
@@ -56,9 +56,11 @@ def why_not_raised(flex: fx.Node, *, most: int = 0) -> str:
     if call.has_blocks and _keeps_all(call.mask_body):
         return "the block mask has blocks and no function"
     left = _scores(call.score_body)[0]
-    return (
-        "" if left.op == "placeholder" else f"the score function calls {key(left)}, which is not a bias that is added"
-    )
+    if left is _given(call.score_body):
+        return ""
+    if not isinstance(left, fx.Node) or left.op == "placeholder":
+        return "the score function does not return scores"
+    return f"the score function calls {key(left)}, which is not a bias that is added"
 
 
 @where.predicate("flex", text="is_masked_attention")
@@ -148,6 +150,11 @@ def _result(body: fx.GraphModule) -> Any:
     return body.graph.output_node().args[0]
 
 
+def _given(score_body: fx.GraphModule) -> fx.Node:
+    """The scores that a score function is given."""
+    return next(iter(score_body.graph.nodes))
+
+
 def _keeps_all(body: fx.GraphModule) -> bool:
     """Whether a mask function keeps every entry whatever its index."""
     found = _result(body)
@@ -158,7 +165,7 @@ def _keeps_all(body: fx.GraphModule) -> bool:
 
 def _adds_nothing(body: fx.GraphModule) -> bool:
     """Whether a score function returns scores as they are, or bends them alone."""
-    return _scores(body, is_added_to=False)[0].op == "placeholder"
+    return _scores(body, is_added_to=False)[0] is _given(body)
 
 
 def _softcap(body: fx.GraphModule) -> float:
@@ -166,17 +173,17 @@ def _softcap(body: fx.GraphModule) -> float:
     return _scores(body)[1]
 
 
-def _scores(body: fx.GraphModule, *, is_added_to: bool = True) -> tuple[fx.Node, float]:
+def _scores(body: fx.GraphModule, *, is_added_to: bool = True) -> tuple[Any, float]:
     """Goes from the result of a score function down to its scores.
 
-    Returns the scores, or the node that cannot be passed, and the softcap below.
+    Returns the scores, or what cannot be passed, and the softcap below.
     """
-    first, node = next(iter(body.graph.nodes)), _result(body)
+    first, found = _given(body), _result(body)
     of_scores = set(reached([first], lambda node: list(node.users)))
-    while is_added_to and (below := _added_to(node, of_scores)) is not None:
-        node = below
-    bent = _bent(node)
-    return bent if bent is not None and bent[0] is first else (node, 0.0)
+    while is_added_to and isinstance(found, fx.Node) and (below := _added_to(found, of_scores)) is not None:
+        found = below
+    bent = _bent(found) if isinstance(found, fx.Node) else None
+    return bent if bent is not None and bent[0] is first else (found, 0.0)
 
 
 def _added_to(node: fx.Node, of_scores: set[fx.Node]) -> fx.Node | None:

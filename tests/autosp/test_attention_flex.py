@@ -6,11 +6,13 @@ On a CPU, torch's function refuses tensors that require gradients; what Dynamo m
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.nn.attention.flex_attention import _create_empty_block_mask, create_block_mask
 
 from autosp_rules.events import AttentionRuns, FlexAttentionLeft, MaskedAttention
@@ -18,6 +20,7 @@ from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import Parallelism, Shard, param
 from fxrewrite.testing import simulate
 from rules.attention.flex_operator import FLEX_ATTENTION
+from rules.attention.from_flex import why_not_raised
 from tests.autosp.attention_layer import BATCH, IDS, LENGTH, Layer, check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch, of an index under vmap
@@ -209,3 +212,23 @@ def test_heads_over_another_axis() -> None:
         assert found.loss_error < 1e-12
         assert found.grad_error < 1e-9
         assert "all_gather" not in found.sent["tp"]
+
+
+@pytest.mark.parametrize("score", [lambda s, b, h, i, j: i, lambda s, b, h, i, j: 0.5], ids=["an index", "a number"])
+def test_a_function_that_returns_no_scores(score: Any) -> None:
+    graph, body = fx.Graph(), fx.Graph()
+    made = score(*(body.placeholder(name) for name in "sbhij"))
+    body.output(made)
+    mask = fx.Graph()
+    _ = [mask.placeholder(name) for name in "bhij"]
+    mask.output(True)
+    q = graph.placeholder("q")
+    bodies = [graph.get_attr(name) for name in ("score", "mask")]
+    flex = graph.call_function(
+        FLEX_ATTENTION, (q, q, q, bodies[0], (1, 1, 1 << 30, 1 << 30, bodies[1]), 0.5, {}, (), ())
+    )
+    graph.output(graph.call_function(operator.getitem, (flex, 0)))
+    modules = {"score": fx.GraphModule({}, body), "mask": fx.GraphModule({}, mask)}
+    fx.GraphModule(modules, graph)
+    q.meta["val"] = torch.empty(1, 2, 4, 8)
+    assert why_not_raised(flex) == "the score function does not return scores"
