@@ -11,7 +11,8 @@ scores, `c * tanh(score / c)`, becomes `attention` with a softcap. So the mask i
 computed by rows, and each rank has its rows or heads of it. Sinks match as transformers and torchtitan write them.
 Blocks are not read: those of `create_block_mask` are where its function keeps something.
 Leaves alone, in these words: "its logsumexp or greatest score is read"; "the score function calls aten::mul, which is
-not a bias that is added"; "the block mask has blocks and no function"; "keys have dtype float16, queries float32".
+not a bias that is added"; "the block mask has blocks and no function"; "keys have dtype float16, queries float32"; "the
+score function detaches a value, which torch.vmap would differentiate".
 Shapes: q [B, H, L, E], k [B or 1, KV, S, E], v [B or 1, KV, S, D] -> [B, H, L, D]; KV divides H.
 Numerics: reassociates. What is added is in q's dtype, as masks of kernels are, where flex attention adds in float32.
 Source: Flex Attention (arXiv 2412.05496); PyTorch, torch/_higher_order_ops/flex_attention.py (math_attention); sinks:
@@ -55,6 +56,8 @@ def why_not_raised(flex: fx.Node, *, most: int = 0) -> str:
         return f"keys have dtype {of_k}, queries {of_q}"
     if call.has_blocks and _keeps_all(call.mask_body):
         return "the block mask has blocks and no function"
+    if call.score_body.graph.find_nodes(op="call_function", target=aten.detach.default):
+        return "the score function detaches a value, which torch.vmap would differentiate"
     left = _scores(call.score_body)[0]
     if left is _given(call.score_body):
         return ""

@@ -107,8 +107,16 @@ def _sinks_by_rows(m: Layer, out: torch.Tensor, lse: torch.Tensor) -> torch.Tens
     return (out.transpose(1, 2) * share).transpose(1, 2)
 
 
-def _alibi(s: Any, m: Layer, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return s + m.slopes.detach()[h] * (j - i)
+def _alibi(s: Any, m: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + m.rates[h] * (j - i)
+
+
+class Rated(Layer):
+    """With a rate for each head, which is not trained."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("rates", torch.rand(self.heads).double())
 
 
 MASKED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
@@ -151,7 +159,7 @@ LEFT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
 def test_a_mask_or_a_bias(name: str) -> None:
     """6 heads are sharded over 3 ranks; 4 gather keys and values."""
     attend, mask = MASKED[name]
-    for report in check(Layer(attend), ranks=(3, 4)).values():
+    for report in check(Rated(attend), ranks=(3, 4)).values():
         assert report.events_of(AttentionRuns)
         assert not report.events_of(FlexAttentionLeft)
     said = [event.mask for event in report.events_of(MaskedAttention) if event.computed == "rows"]
@@ -214,8 +222,23 @@ def test_heads_over_another_axis() -> None:
         assert "all_gather" not in found.sent["tp"]
 
 
-@pytest.mark.parametrize("score", [lambda s, b, h, i, j: i, lambda s, b, h, i, j: 0.5], ids=["an index", "a number"])
-def test_a_function_that_returns_no_scores(score: Any) -> None:
+def _detached(s: fx.Node, b: fx.Node, h: fx.Node, i: fx.Node, j: fx.Node) -> fx.Node:
+    call = s.graph.call_function
+    return call(torch.ops.aten.add.Tensor, (s, call(torch.ops.aten.detach.default, (j,))))
+
+
+NO_SCORES = "the score function does not return scores"
+
+
+@pytest.mark.parametrize(
+    ("score", "why"),
+    [
+        pytest.param(lambda s, b, h, i, j: i, NO_SCORES, id="an index"),
+        pytest.param(lambda s, b, h, i, j: 0.5, NO_SCORES, id="a number"),
+        pytest.param(_detached, "the score function detaches a value, which torch.vmap would differentiate"),
+    ],
+)
+def test_a_function_that_cannot_be_written(score: Any, why: str) -> None:
     graph, body = fx.Graph(), fx.Graph()
     made = score(*(body.placeholder(name) for name in "sbhij"))
     body.output(made)
@@ -231,4 +254,4 @@ def test_a_function_that_returns_no_scores(score: Any) -> None:
     modules = {"score": fx.GraphModule({}, body), "mask": fx.GraphModule({}, mask)}
     fx.GraphModule(modules, graph)
     q.meta["val"] = torch.empty(1, 2, 4, 8)
-    assert why_not_raised(flex) == "the score function does not return scores"
+    assert why_not_raised(flex) == why
