@@ -22,6 +22,9 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.source import CHECKPOINT_TAGS
 from fxrewrite.ops import VMAP_CLOSES, VMAP_OPENS, sets_mode
 
+_DETACHES = {"detach", torch.detach, torch.ops.aten.detach.default}
+"""What Dynamo calls for a value without its gradient."""
+
 
 def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
     """Returns `gm` with each outermost vmap as one call, which a tracer sees as operators on whole tensors.
@@ -81,6 +84,9 @@ class _Region:
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             alike = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in inputs]
             whole = make_fx(fx.Interpreter(self._body).run, tracing_mode="symbolic")(*alike)
+        if any(node.target in _DETACHES for node in self._body.graph.nodes):
+            for node in whole.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+                node.target = torch.ops.aten.detach.default  # from torch 2.15 on, a tracer below autograd writes alias
         of_call = fx_traceback.get_current_meta()
         for node in whole.graph.nodes:
             node.meta.update({name: of_call[name] for name in CHECKPOINT_TAGS if name in of_call})

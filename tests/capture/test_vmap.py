@@ -33,8 +33,14 @@ def twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.vmap(torch.dot)(torch.vmap(torch.mul)(x, y), y)
 
 
+def detached(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda a, b: a * b + (a * b).detach().sum() * a)(x, y)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("body", [rows, columns_of_two_results, nested, twice], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [rows, columns_of_two_results, nested, twice, detached], ids=lambda body: body.__name__
+)
 def test_values_and_gradients_are_bitwise_equal(body: Body, dynamic: bool) -> None:
     gm, normal, inputs = normal_and_inputs(body, *weights(), dynamic=dynamic)
     assert any("_add_batch_dim" in str(node.target) for node in gm.graph.nodes)

@@ -34,7 +34,8 @@ def operators_of(function: Callable[..., Any], values: Sequence[Any], *, pre_dis
 def traced(match: Match, function: Callable[..., Any], *operands: fx.Node) -> Any:
     """In a replacement, makes the operators that a function of tensors runs, below autograd; returns its result.
 
-    Sizes that the function reads are computed from the inputs of the graph.
+    Sizes that the function reads are computed from the inputs of the graph. A detach in it may be lost, as torch 2.15
+    traces it under torch.vmap: detach operands before, in the replacement.
 
     Args:
         match: whose replacement runs.
