@@ -2,7 +2,7 @@
 
 from autosp_rules.attention.choose import AttentionRuns
 from autosp_rules.attention.skip import AttentionSkipped
-from autosp_rules.attention.written_out import AttentionWrittenOut, FlexAttentionLeft
+from autosp_rules.attention.written_out import AttentionCallLeft, AttentionWrittenOut
 from autosp_rules.masks import FlexHoldsScores, MaskedAttention
 from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
@@ -25,12 +25,12 @@ from fxrewrite.spmd import (
 
 __all__ = [
     "AtBorder",
+    "AttentionCallLeft",
     "AttentionRuns",
     "AttentionSkipped",
     "AttentionWrittenOut",
     "Checkpointed",
     "Drawn",
-    "FlexAttentionLeft",
     "FlexHoldsScores",
     "Gathered",
     "LeftAlone",

@@ -42,6 +42,7 @@ from fxrewrite.spmd import (
 from rules.attention.by_rows import BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED, FUSIONS_UNBIASED
 from rules.attention.flex import flex_rules
+from rules.attention.from_flash import RAISE_FLASH
 from rules.attention.from_flex import RAISE_FLEX
 from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
@@ -123,7 +124,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         *((staged(DropLogits(), precedes=(CANONICAL,)),) if config.logits == "drop" else ()),
         RuleSet(
             "canonicalize",
-            *(NORMAL_FORMS, RAISE_FLEX, LOSSES, ATTENTION_UNBIASED),
+            *(NORMAL_FORMS, RAISE_FLEX, RAISE_FLASH, LOSSES, ATTENTION_UNBIASED),
             *_own_rules(config),
             *(MASKS, RAISE_ATTENTION, SHARE_HEADS, DecomposeUnknown("decompose_unknown", layouts), DeadCode()),
             gives=(CANONICAL,),

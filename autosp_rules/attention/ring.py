@@ -40,6 +40,7 @@ from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, wh
 from fxrewrite.ops import fake_value, key
 from fxrewrite.spmd import (
     COLLECTIVE_CALLS,
+    GLOBAL_SHAPE,
     LOCAL_SHAPES,
     Axis,
     Call,
@@ -95,7 +96,7 @@ def _rows_are_independent(call: Call) -> IndexMap:
     sinks = () if call.args["sinks"] is None else ((("b",), ("h",), ("s",), ()),)
     leaves = (((),) * len(shape) for shape in rest[: len(rest) - len(sinks)])
     operands = (of_q, of_k, of_v, *leaves, *sinks)
-    return IndexMap(operands, (result,), sizes, frozenset("bhdgv"))
+    return IndexMap(operands, (result,), sizes, frozenset("bhdgv"), in_one_run=frozenset("s"))
 
 
 RING_LAYOUTS = (LayoutRule("layout.ring", (key(attend_over_ring),), _rows_are_independent),)
@@ -187,6 +188,7 @@ def _(
     if is_moved:
         (out,) = _moved(match, [out], how, back=True)
     match.edit.set_meta(out.node, "val", match.root.meta["val"])
+    match.edit.set_fact(out.node, GLOBAL_SHAPE, tuple(global_shape(match.root)))
     return out
 
 

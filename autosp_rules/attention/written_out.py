@@ -1,9 +1,9 @@
-"""Attention that no rule made the one operator is reported: what a model writes out, and its calls of flex attention.
+"""Attention that no rule made the one operator is reported: what a model writes out, and its calls of a library.
 
 Attention that is written out is exact, and is sharded by heads or rows as its operators are, but no strategy is chosen
 for it, and the backward pass reads S x S scores. The report says which condition of the fusions in
-`rules.attention.composite` failed. A call of flex attention that stays one runs whole on every rank; the report says
-why `rules.attention.from_flex` left it.
+`rules.attention.composite` failed. A call of flex or flash attention that stays one runs whole on every rank; the
+report says why `rules.attention.from_flex` or `from_flash` left it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fxrewrite import Edit, Event, Report, Rule
 from fxrewrite.graph import product, reached, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key, value
 from fxrewrite.spmd import Size
+from rules.attention import from_flash, from_flex
 from rules.attention.flex_operator import FLEX_ATTENTION
-from rules.attention.from_flex import RAISE_FLEX, why_not_raised
 
 _SOFTMAX = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax"}
 _PRODUCTS = {"aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum"}
 """Products of activations: a linear layer has a weight."""
-_RAISES = {rule.id for rule in RAISE_FLEX.rules()}
+_RAISES = {rule.id for rules in (from_flash.RAISE_FLASH, from_flex.RAISE_FLEX) for rule in rules.rules()}
 
 
 class AttentionWrittenOut(Event, frozen=True):
@@ -51,23 +51,24 @@ class AttentionWrittenOut(Event, frozen=True):
         return f"attention: {left}; {held}; the first is {where}"
 
 
-class FlexAttentionLeft(Event, frozen=True):
-    """Calls of torch's flex attention, of the model, run whole on every rank."""
+class AttentionCallLeft(Event, frozen=True):
+    """Calls of a library's attention, of the model, run whole on every rank."""
 
-    kind: Literal["flex attention left"] = "flex attention left"
+    kind: Literal["attention call left"] = "attention call left"
     num_calls: int
-    why: str = Field(description="what is not a mask or a bias in the call")
+    operator: str = Field(default="", description="the library's")
+    why: str = Field(description="what is not attention with a mask or a bias in the call")
     first: str = ""
     source: str = ""
 
     def __str__(self) -> str:
         where = f"%{self.first} {self.source}".rstrip()
-        left = f"{self.num_calls} x flex_attention of the model, which runs whole on every rank: {self.why}"
+        left = f"{self.num_calls} x {self.operator} of the model, which runs whole on every rank: {self.why}"
         return f"attention: {left}; the first is {where}"
 
 
 class FindWrittenOut:
-    """A step that reports attention which the rules given left in separate operators, or in flex attention."""
+    """A step that reports attention which the rules given left in separate operators, or in a library's."""
 
     name = "find_written_out"
 
@@ -88,14 +89,15 @@ class FindWrittenOut:
             where = {"first": first.name, "source": source_line(first), "asked": self._asked}
             report.events.append(event.model_copy(update=where | {"is_bent": "aten::tanh" in between}))
         refused = {refusal.node: refusal.reason for refusal in report.refusals if refusal.rule in _RAISES}
-        left: dict[str, list[fx.Node]] = {}
+        left: dict[tuple[str, str], list[fx.Node]] = {}
         for node in edit.nodes():
-            if node.target is FLEX_ATTENTION:
-                why = why_not_raised(node) or next((refused[u.name] for u in node.users if u.name in refused), "")
-                left.setdefault(why, []).append(node)
-        for why, calls in left.items():
-            first, source = calls[0].name, source_line(calls[0])
-            report.events.append(FlexAttentionLeft(num_calls=len(calls), why=why, first=first, source=source))
+            if (found := _left(node)) is not None:
+                operator, why = found
+                why = why or next((refused[user.name] for user in node.users if user.name in refused), "")
+                left.setdefault((operator, why), []).append(node)
+        for (operator, why), calls in left.items():
+            event = AttentionCallLeft(num_calls=len(calls), operator=operator, why=why, first=calls[0].name)
+            report.events.append(event.model_copy(update={"source": source_line(calls[0])}))
         return 0
 
     def text(self) -> str:
@@ -108,6 +110,14 @@ class FindWrittenOut:
             return f"a matmul of the weights and the values, found {key(weighted)}"
         nearest = max(misses, key=lambda miss: miss.failure.passed / miss.num_conditions)
         return f"{nearest.failure.expected}, found {nearest.failure.found}"
+
+
+def _left(node: fx.Node) -> tuple[str, str] | None:
+    """The library's attention that a node calls, and why no rule made it the one operator; None if it calls none."""
+    if node.target is FLEX_ATTENTION:
+        return "flex_attention", from_flex.why_not_raised(node)
+    kernel = from_flash.flash_kernel(node)
+    return None if kernel is None else (key(kernel), from_flash.why_not_raised(node))
 
 
 def _weighted(softmax: fx.Node) -> tuple[fx.Node, list[str]] | None:

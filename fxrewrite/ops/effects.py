@@ -130,9 +130,27 @@ def is_barrier(node: fx.Node) -> bool:
 
 
 def _body_writes(node: fx.Node) -> bool:
-    """Whether a subgraph of a higher-order operator writes; torch.export puts every no_grad region into a subgraph."""
+    """Whether a subgraph of a higher-order operator writes to more than the buffers that it allocates itself.
+
+    torch.export puts every no_grad region into a subgraph.
+    """
     bodies = bodies_of(node)
-    return bodies is None or any(mutates(inner) for body in bodies for inner in body.graph.nodes)
+    return bodies is None or any(_writes_outside(inner) for body in bodies for inner in body.graph.nodes)
+
+
+def _writes_outside(inner: fx.Node) -> bool:
+    return is_barrier(inner) or not all(map(_is_allocated, mutated(inner)))
+
+
+def _is_allocated(inner: fx.Node) -> bool:
+    """Whether the memory of a value was allocated in its graph."""
+    if inner.target is operator.getitem:
+        return all(map(_is_allocated, nodes_in(inner.args[0])))
+    overload = overload_that_runs(inner)
+    if overload is None:
+        return False
+    is_new = not schema_effects(overload).is_view and not mutated(inner)
+    return is_new or all(map(_is_allocated, inner.all_input_nodes))
 
 
 def may_have_effects(target: Any) -> bool:

@@ -34,7 +34,7 @@ from fxrewrite.graph import reached
 from fxrewrite.ops import dtype_name, fake_value, filled_with, key
 from fxrewrite.spmd import is_same_size, traced
 from rules.attention.flex_operator import FLEX_ATTENTION, FlexCall
-from rules.attention.operator import ATTEND
+from rules.attention.operator import call_attention
 
 aten = torch.ops.aten
 
@@ -139,14 +139,10 @@ def _attention(match: Match, sinks: Any = None) -> Any:
     mask, softcap = None, _softcap(call.score_body)
     if not (_keeps_all(call.mask_body) and _adds_nothing(call.score_body)):
         mask = traced(match, _mask_of(call), call.q, call.k, *call.score_leaves, *call.mask_leaves)
-    options: dict[str, Any] = {"scale": match.proxy(call.scale) if isinstance(call.scale, fx.Node) else call.scale}
-    if not is_same_size(queries.shape[1], keys.shape[1]):
-        options["enable_gqa"] = True
-    if sinks is None and not softcap:
-        return match.call(aten.scaled_dot_product_attention.default, q, k, v, mask, **options)
     if sinks is not None:
         sinks = sinks.to(q.dtype).expand(*q.shape[:-1], 1)
-    return match.call(ATTEND, q, k, v, mask, sinks, softcap=softcap, **options)
+    scale = match.proxy(call.scale) if isinstance(call.scale, fx.Node) else call.scale
+    return call_attention(match, q, k, v, mask, sinks, softcap=softcap, scale=scale)
 
 
 def _result(body: fx.GraphModule) -> Any:

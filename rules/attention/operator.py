@@ -36,7 +36,7 @@ from torch import fx
 
 from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, where
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import PLACEMENT, LayoutRule, placement_of
+from fxrewrite.spmd import PLACEMENT, LayoutRule, is_same_size, placement_of
 from rules.attention.flops import declare_attention
 from rules.attention.kernels import capped
 from rules.layouts.attention import attention as attention_layout
@@ -197,6 +197,27 @@ def attend_with(match: Match, **changed: Any) -> fx.Proxy:
     defaults = _DEFAULTS | _OWN_DEFAULTS
     options = {name: given[name] for name, default in defaults.items() if given.get(name, default) != default}
     return match.call(ATTEND, *operands, **options)
+
+
+def call_attention(
+    match: Match, q: Any, k: Any, v: Any, mask: Any = None, sinks: Any = None, *, softcap: float = 0.0, **options: Any
+) -> Any:
+    """Calls scaled_dot_product_attention, or `attention` if that has no argument for something.
+
+    Args:
+        match: whose replacement runs.
+        q, k, v, mask, sinks: proxies, as the operator has them.
+        softcap: as the operator has it.
+        options: `dropout_p`, `is_causal` and `scale`; a value that is the default is not written.
+    """
+    given = {name: x for name, x in options.items() if x is not None and x != _DEFAULTS[name]}
+    if not is_same_size(q.shape[-3], k.shape[-3]):
+        given["enable_gqa"] = True
+    if sinks is None and not softcap:
+        return match.call(aten.scaled_dot_product_attention.default, q, k, v, mask, **given)
+    if softcap:
+        given["softcap"] = softcap
+    return match.call(ATTEND, q, k, v, mask, sinks, **given)
 
 
 _ANY_SCALE = cap("scale", "any")

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.nn.attention.flex_attention import _create_empty_block_mask, create_block_mask
 
-from autosp_rules.events import AttentionRuns, FlexAttentionLeft, MaskedAttention
+from autosp_rules.events import AttentionCallLeft, AttentionRuns, MaskedAttention
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import Parallelism, Shard, param
 from fxrewrite.testing import simulate
@@ -161,7 +161,7 @@ def test_a_mask_or_a_bias(name: str) -> None:
     attend, mask = MASKED[name]
     for report in check(Rated(attend), ranks=(3, 4)).values():
         assert report.events_of(AttentionRuns)
-        assert not report.events_of(FlexAttentionLeft)
+        assert not report.events_of(AttentionCallLeft)
     said = [event.mask for event in report.events_of(MaskedAttention) if event.computed == "rows"]
     assert all(text.startswith(mask) for text in said)
     assert bool(said) == bool(mask)
@@ -171,7 +171,7 @@ def test_a_mask_or_a_bias(name: str) -> None:
 def test_anything_else_runs_whole(name: str) -> None:
     attend, why = LEFT[name]
     report = check(Layer(attend), strict=False, ranks=(3,))[3]
-    (event,) = report.events_of(FlexAttentionLeft)
+    (event,) = report.events_of(AttentionCallLeft)
     assert event.why.startswith(why)
     assert "%flex_attention" in str(event)
     assert any("flex_attention has no layout rule" in line for line in report.lines)
@@ -201,7 +201,7 @@ def test_blocks_that_hide_by_themselves() -> None:
         )
         return FLEX_ATTENTION(q, k, v, lambda s, *_: s, blocks.as_tuple(), SCALE, OPTIONS)[0]
 
-    (event,) = check(Layer(attend), strict=False, ranks=(2,))[2].events_of(FlexAttentionLeft)
+    (event,) = check(Layer(attend), strict=False, ranks=(2,))[2].events_of(AttentionCallLeft)
     assert event.why == "the block mask has blocks and no function"
 
 

@@ -96,6 +96,19 @@ def test_what_a_ring_sends_is_in_the_report() -> None:
     assert f"each sends {3 * kv + kv + qo:,} bytes per rank forward" in attention_line(report)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("length", [LENGTH, 23])
+def test_rows_of_a_batch_as_one_sequence_over_a_ring(length: int, dynamic: bool) -> None:
+    """A rank has a chunk of each, and the ring counts rows from the first of all to the last."""
+
+    def attend(m: Layer, x: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.transpose(0, 1).flatten(1, 2).unsqueeze(0) for y in qkv)
+        return sdpa(q, k, v, is_causal=True)[0].unflatten(1, x.shape[:2]).transpose(0, 1)
+
+    for ranks, strategy in ((3, "ring"), (4, "ring_ulysses")):
+        check(Layer(attend), dynamic=dynamic, ranks=(ranks,), attention=strategy, ids=IDS[:, :length])
+
+
 @pytest.mark.parametrize("length", [LENGTH, 21])
 def test_a_symbolic_length_over_a_ring(length: int) -> None:
     check(layer("six", "causal"), ranks=(4,), attention="ring", ids=IDS[:, :length], dynamic=True)

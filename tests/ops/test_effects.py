@@ -196,3 +196,27 @@ def test_every_in_place_operator_is_known_to_write(name: str) -> None:
     node = node_of(getattr(operator, name), 2)
     assert ops.may_write(node.target)
     assert [written.name for written in ops.mutated(node)] == ["x"]
+
+
+def _higher_order(writes_to: str) -> fx.GraphModule:
+    """A custom function whose backward has a buffer of its own, and writes to the buffer or to what it is given."""
+    forward, backward, graph = fx.Graph(), fx.Graph(), fx.Graph()
+    x = forward.placeholder("x")
+    forward.output(((forward.call_function(aten.neg.default, (x,)),), (x,)))
+    names = {name: backward.placeholder(name) for name in ("grad", "saved")}
+    buffer = backward.call_function(aten.empty_like.default, (names["grad"],))
+    names["view"] = backward.call_function(aten.view.default, (buffer, [-1]))
+    backward.call_function(aten.neg_.default, (names[writes_to],))
+    backward.output((buffer,))
+    bodies = [graph.get_attr(name) for name in ("forward", "backward")]
+    graph.output(graph.call_function(torch.ops.higher_order.autograd_function_apply, (*bodies, graph.placeholder("x"))))
+    modules = {name: fx.GraphModule({}, body) for name, body in (("forward", forward), ("backward", backward))}
+    return fx.GraphModule(modules, graph)
+
+
+@pytest.mark.parametrize(("writes_to", "barrier"), [("view", False), ("saved", True)])
+def test_a_body_that_fills_its_own_buffer_has_no_effects(writes_to: str, barrier: bool) -> None:
+    gm = _higher_order(writes_to)
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply)
+    assert ops.is_barrier(call) is barrier
+    assert ops.is_pure(call) is not barrier

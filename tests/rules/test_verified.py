@@ -64,6 +64,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "attention.bmm_to_matmul": BESIDE,
     "attention.write_out_baddbmm": BESIDE,
     "attention.fuse_causal_bias": (IN_A_GRAPH, "attention/test_composite.py"),
+    "attention.raise_flash": (OF_A_BODY, "../autosp/test_attention_flash.py"),
     "attention.raise_flex": (OF_A_BODY, "../autosp/test_attention_flex.py"),
     "attention.raise_flex_sinks": (OF_A_BODY, "../autosp/test_attention_flex.py"),
     "attention.raise_flex_sinks_by_rows": (OF_A_BODY, "../autosp/test_attention_flex.py"),

@@ -52,6 +52,8 @@ class IndexMap:
     """Indices that every rank must hold whole."""
     added: frozenset[int] = frozenset()
     """Operands that are added once, by position: where a result is a partial sum, they are one, too."""
+    in_one_run: frozenset[str] = frozenset()
+    """Indices of which a rank's chunk must be one run of entries, as where ranks count them by their numbers."""
 
     def locate(self, terms: Terms, placement: Placement) -> IndexPart | None:
         """The index of `terms` that `placement` shards, or None where it falls between indices."""

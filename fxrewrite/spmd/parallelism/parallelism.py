@@ -49,7 +49,7 @@ from fxrewrite.spmd.properties import COLLECTIVE_CALLS, PLACEMENTS
 
 Data: TypeAlias = Literal["shared", "own"]
 """What the ranks of an axis are called with: the same values, or values of their own."""
-CANONICAL = ("normal_forms", "flex_attention", "losses", "attention")
+CANONICAL = ("normal_forms", "flex_attention", "flash_attention", "losses", "attention")
 """The registered rule sets that bring a graph into the forms that layout rules know."""
 DRAWS = ("random",)
 """Registered rule sets after which random numbers are drawn for whole values, as on one device."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fxrewrite.errors import refuse
 from fxrewrite.graph.differentiable import is_differentiable
-from fxrewrite.graph.sizes import quotient, require_divisible
+from fxrewrite.graph.sizes import is_same_size, quotient, require_divisible
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.layouts.rule import Call, LayoutRule
@@ -61,7 +61,7 @@ class IndexedCall:
         if required is not None and parts:
             return self._as_required(parts, required)
         free = [part for part in parts if self._can_shard(part)]
-        blocked = next((part for part in parts if part.index in self.indices.whole), None)
+        blocked = next((part for part in parts if part.index in self.indices.whole or self._is_split(part)), None)
         moved = self._moved(blocked, parts) if blocked is not None else None
         if moved is not None:
             return moved
@@ -94,6 +94,10 @@ class IndexedCall:
         the way back is decided by who reads it.
         """
         home = next((p for p in parts if self._is_in_results(p)), blocked)
+        if self._is_split(blocked):
+            part = IndexPart(blocked.index, uneven=blocked.uneven)
+            if self._can_shard(part):
+                return spread(self.indices, part, home=blocked, why=f"chunks of {blocked.index} must be in one run")
         for index in self.rule.move_to:
             part = IndexPart(index)
             if index in self.indices.sizes.keys() - self.indices.whole and is_divided(self.indices, part, self.axis):
@@ -148,7 +152,12 @@ class IndexedCall:
         return False
 
     def _can_shard(self, part: IndexPart) -> bool:
-        return part.index not in self.indices.whole and is_divided(self.indices, part, self.axis)
+        is_allowed = part.index not in self.indices.whole and not self._is_split(part)
+        return is_allowed and is_divided(self.indices, part, self.axis)
+
+    def _is_split(self, part: IndexPart) -> bool:
+        """Whether a rank's chunk is in several runs of an index that must be in one."""
+        return part.index in self.indices.in_one_run and not is_same_size(part.within, 1)
 
     def _is_in_results(self, part: IndexPart) -> bool:
         return any(self.indices.has(terms, part.index) for terms in self.indices.results)
