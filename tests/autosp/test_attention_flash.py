@@ -5,6 +5,7 @@ Their kernels are for cards; `tests.autosp.flash_attn` has ones with their names
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM
 from tests.autosp.flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo, of a custom function
+
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether torch's function has it: from 2.12 on."""
 
 
 class Documents(Layer):
@@ -60,8 +64,10 @@ def of_torch(window: tuple[int, int] = (-1, -1), **options: Any) -> Attend:
     """torch's function on documents."""
 
     def function(m: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
+        if not _TAKES_GROUPS:
+            k, v = (x.repeat_interleave(m.heads // m.kv_heads, 2) for x in (k, v))
         flat = (x.flatten(0, 1) for x in (q, k, v))
-        grouped = {"enable_gqa": True} if m.kv_heads != m.heads else {}
+        grouped = {"enable_gqa": True} if _TAKES_GROUPS else {}
         out: Any = varlen_attn(*flat, m.starts, m.starts, LENGTH, LENGTH, window_size=window, **grouped, **options)
         return out.unflatten(0, q.shape[:2])
 
