@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.capture import custom_function
 from fxrewrite.graph import operands_first, reached
-from fxrewrite.ops import fake_value, is_view, key
+from fxrewrite.ops import fake_value, has_inexact, is_view, key
 from fxrewrite.spmd import is_same_size, traced
 from rules.attention.flash_kernels import FlashCall, is_flash_backward, is_flash_forward
 from rules.attention.operator import call_attention
@@ -95,6 +95,7 @@ raise_flash = Rule(
     "attention.raise_flash",
     Pattern((op(operator.getitem, cap("flash"), 0),), (_is_flash_attention,)),
     numerics="reassociates",
+    rng="changes",  # kernels draw for dropout by themselves
     domain="finite",
     optional=True,
 )
@@ -108,8 +109,11 @@ def _(match: Match) -> Any:
     assert kernel is not None
     if function is None:
         return _attention(match, kernel, lambda x: match.proxy(x) if isinstance(x, fx.Node) else x)
-    operands = (match.proxy(x) if isinstance(x, fx.Node) else x for x in flash.args[2:])
-    made: dict[fx.Node, Any] = dict(zip(function.inputs, operands, strict=True))
+    made: dict[fx.Node, Any] = {}
+    for given, operand, gradient in zip(function.inputs, flash.args[2:], function.outgoing, strict=True):
+        made[given] = match.proxy(operand) if isinstance(operand, fx.Node) else operand
+        if gradient is None and has_inexact(given):  # as the function has none, though attention has one
+            made[given] = match.proxy(operand).detach()
 
     def inside(x: Any) -> Any:
         return made[x] if isinstance(x, fx.Node) else x
@@ -147,7 +151,7 @@ def _attention(match: Match, kernel: fx.Node, of: Callable[[Any], Any]) -> Any:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) if is_packed else x.transpose(1, 2) for x in (q, k, v))
     sinks = of(call.sinks)
     if sinks is not None:
-        sinks = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 1)
+        sinks = sinks.view(1, -1, 1, 1)
     out = call_attention(match, q, k, v, mask, sinks, **options)
     return out[0].transpose(0, 1) if is_packed else out.transpose(1, 2)
 

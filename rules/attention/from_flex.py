@@ -32,7 +32,7 @@ from torch import fx
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, maybe, op, where
 from fxrewrite.graph import reached
 from fxrewrite.ops import dtype_name, fake_value, filled_with, key
-from fxrewrite.spmd import is_same_size, traced
+from fxrewrite.spmd import is_same_size, size_proxy, traced
 from rules.attention.flex_operator import FLEX_ATTENTION, FlexCall
 from rules.attention.operator import call_attention
 
@@ -135,12 +135,10 @@ def _attention(match: Match, sinks: Any = None) -> Any:
     q, k, v = map(match.proxy, (call.q, call.k, call.v))
     queries, keys = fake_value(call.q), fake_value(call.k)
     if not is_same_size(queries.shape[0], keys.shape[0]):
-        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+        k, v = (x.expand(size_proxy(match, queries.shape[0]), -1, -1, -1) for x in (k, v))
     mask, softcap = None, _softcap(call.score_body)
     if not (_keeps_all(call.mask_body) and _adds_nothing(call.score_body)):
         mask = traced(match, _mask_of(call), call.q, call.k, *call.score_leaves, *call.mask_leaves)
-    if sinks is not None:
-        sinks = sinks.to(q.dtype).expand(*q.shape[:-1], 1)
     scale = match.proxy(call.scale) if isinstance(call.scale, fx.Node) else call.scale
     return call_attention(match, q, k, v, mask, sinks, softcap=softcap, scale=scale)
 

@@ -35,8 +35,8 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import fx
 
 from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, where
-from fxrewrite.ops import bind, key
-from fxrewrite.spmd import PLACEMENT, LayoutRule, is_same_size, placement_of
+from fxrewrite.ops import bind, fake_value, key
+from fxrewrite.spmd import PLACEMENT, LayoutRule, is_same_size, placement_of, size_proxy
 from rules.attention.flops import declare_attention
 from rules.attention.kernels import capped
 from rules.layouts.attention import attention as attention_layout
@@ -206,7 +206,8 @@ def call_attention(
 
     Args:
         match: whose replacement runs.
-        q, k, v, mask, sinks: proxies, as the operator has them.
+        q, k, v, mask: proxies, as the operator has them.
+        sinks: a proxy that broadcasts to [*, L, 1], in any dtype.
         softcap: as the operator has it.
         options: `dropout_p`, `is_causal` and `scale`; a value that is the default is not written.
     """
@@ -217,6 +218,9 @@ def call_attention(
         return match.call(aten.scaled_dot_product_attention.default, q, k, v, mask, **given)
     if softcap:
         given["softcap"] = softcap
+    if sinks is not None:  # sizes of q are those of the inputs: q may be in shards
+        rows = (size_proxy(match, size) for size in fake_value(q.node).shape[:-1])
+        sinks = sinks.to(q.dtype).expand(*rows, 1)
     return match.call(ATTEND, q, k, v, mask, sinks, **given)
 
 

@@ -24,7 +24,7 @@ def _documents(starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.T
     return documents, starts[1:][documents] - torch.arange(length)
 
 
-def _weights(q: Any, k: Any, starts: Any, others: Any, scale: float, window: Window, softcap: float) -> Any:
+def _weights(q: Any, k: Any, starts: Any, others: Any, scale: float, window: Window, softcap: float, sinks: Any) -> Any:
     """Softmax, logsumexp and slope of the bend of all scores [H, T, U]; k has as many heads as q."""
     scores = torch.einsum("the,uhe->htu", q, k) * scale
     slope = 1 - torch.tanh(scores / softcap).square() if softcap else torch.ones_like(scores)
@@ -35,17 +35,29 @@ def _weights(q: Any, k: Any, starts: Any, others: Any, scale: float, window: Win
     for number, side in zip(window, (-1, 1), strict=True):
         kept = kept & ((later * side <= number) if number >= 0 else kept)
     scores = scores.masked_fill(~kept, -math.inf)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(-1, len(q), 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1], scores.logsumexp(-1), slope
     none = ~kept.any(-1, keepdim=True)
     return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0), scores.logsumexp(-1), slope
 
 
 def forward(
-    q: Any, k: Any, v: Any, starts: Any, others: Any, scale: float, causal: bool, window: Window, softcap: float
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    others: Any,
+    scale: float,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    sinks: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention [T, H, D] and the logsumexp of its scores [H, T], of q [T, H, E], k [U, KV, E] and v [U, KV, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    weights, lse, _ = _weights(q, k, starts, others, scale, (window[0], 0) if causal else window, softcap)
-    return torch.einsum("htu,uhd->thd", weights, v), lse.float()
+    weights, lse, _ = _weights(q, k, starts, others, scale, (window[0], 0) if causal else window, softcap, sinks)
+    return torch.empty_like(q).copy_(torch.einsum("htu,uhd->thd", weights, v)), lse.float()
 
 
 def backward(
@@ -59,11 +71,12 @@ def backward(
     causal: bool,
     window: Window,
     softcap: float,
+    sinks: Any,
 ) -> list[torch.Tensor]:
     """The gradients of q, k and v."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    weights, _, slope = _weights(q, k, starts, others, scale, (window[0], 0) if causal else window, softcap)
+    weights, _, slope = _weights(q, k, starts, others, scale, (window[0], 0) if causal else window, softcap, sinks)
     dv, of_weights = torch.einsum("htu,thd->uhd", weights, grad), torch.einsum("thd,uhd->htu", grad, v)
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * slope * scale
     dq, dk = torch.einsum("htu,uhe->the", of_scores, k), torch.einsum("htu,the->uhe", of_scores, q)
@@ -78,7 +91,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 _NAMESPACE = "stand_in_flash_attn"
 _COMMON = (
     "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, float softcap,"
-    " Tensor? alibi_slopes"
+    " Tensor? alibi_slopes, Tensor? s_aux"
 )
 _STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 _GRADIENTS = (
@@ -94,27 +107,29 @@ _LIBRARY.define(f"_flash_attn_backward({_GRADIENTS}, {_COMMON}) -> ()")
 _LIBRARY.define(f"_flash_attn_varlen_backward({_GRADIENTS}, {_STARTS}, {_COMMON}) -> ()")
 
 
-def _options(scale: float, causal: bool, left: int, right: int, softcap: float) -> tuple[Any, ...]:
-    return scale, causal, (left, right), softcap
+def _options(
+    scale: float, causal: bool, left: int, right: int, softcap: float, alibi_slopes: None, sinks: Any
+) -> tuple[Any, ...]:
+    return scale, causal, (left, right), softcap, sinks
 
 
 def _forward(q: Any, k: Any, v: Any, dropout: float, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = forward(*flat, _rows(q), _rows(k), *_options(*rest[:5]))
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    out, lse = forward(*flat, _rows(q), _rows(k), *_options(*rest[:7]))
+    return torch.empty_like(q).copy_(out.view(q.shape)), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
 
 
 def _varlen_forward(
     q: Any, k: Any, v: Any, starts: Any, others: Any, m: int, n: int, dropout: float, *rest: Any
 ) -> Any:
-    return forward(q, k, v, starts, others, *_options(*rest[:5]))
+    return forward(q, k, v, starts, others, *_options(*rest[:7]))
 
 
 def _backward(
     grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, dropout: float, *rest: Any
 ) -> None:
     flat = (x.flatten(0, 1) for x in (grad, q, k, v))
-    for into, x in zip((dq, dk, dv), backward(*flat, _rows(q), _rows(k), *_options(*rest[:5])), strict=True):
+    for into, x in zip((dq, dk, dv), backward(*flat, _rows(q), _rows(k), *_options(*rest[:7])), strict=True):
         into.copy_(x.view_as(into))
 
 
@@ -132,7 +147,7 @@ def _varlen_backward(
     others: Any,
     *rest: Any,
 ) -> None:
-    for into, x in zip((dq, dk, dv), backward(grad, q, k, v, starts, others, *_options(*rest[3:8])), strict=True):
+    for into, x in zip((dq, dk, dv), backward(grad, q, k, v, starts, others, *_options(*rest[3:10])), strict=True):
         into.copy_(x)
 
 
@@ -163,7 +178,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, starts: Any, others: Any, longest: Any, options: Any, factor: Any
+        ctx: Any, q: Any, k: Any, v: Any, starts: Any, others: Any, sinks: Any, longest: int, options: Any, factor: Any
     ) -> Any:
         depth = q.shape[-1]
         ctx.options = (options[0], depth**-0.5 if options[1] is None else options[1], *options[2:])
@@ -171,21 +186,21 @@ class _Flash(torch.autograd.Function):
         q, k, v = (F.pad(x, [0, -depth % 8]) for x in (q, k, v))
         given = () if starts is None else (starts, others, longest, longest)
         kernel = _KERNELS._flash_attn_forward if starts is None else _KERNELS._flash_attn_varlen_forward
-        out, lse = kernel(q, k, v, *given, *ctx.options, *([False] if starts is None else []))
-        ctx.save_for_backward(q, k, v, out, lse, starts, others)
+        out, lse = kernel(q, k, v, *given, *ctx.options, sinks, *([False] if starts is None else []))
+        ctx.save_for_backward(q, k, v, out, lse, starts, others, sinks)
         return out[..., :depth], lse
 
     @staticmethod
     def backward(ctx: Any, grad: Any, *_: Any) -> Any:
-        q, k, v, out, lse, starts, others = ctx.saved_tensors
+        q, k, v, out, lse, starts, others, sinks = ctx.saved_tensors
         found = tuple(map(torch.empty_like, (q, k, v)))
         given = () if starts is None else (starts, others, ctx.longest, ctx.longest)
         kernel = _KERNELS._flash_attn_backward if starts is None else _KERNELS._flash_attn_varlen_backward
-        kernel(F.pad(grad, [0, -grad.shape[-1] % 8]), q, k, v, out, lse, *found, *given, *ctx.options)
+        kernel(F.pad(grad, [0, -grad.shape[-1] % 8]), q, k, v, out, lse, *found, *given, *ctx.options, sinks)
         grads = [
             x[..., : grad.shape[-1]] if ctx.factor is None else x[..., : grad.shape[-1]] * ctx.factor for x in found
         ]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def flash_attn_func(
@@ -201,13 +216,14 @@ def flash_attn_func(
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     factor: float | None = None,
     return_lse: bool = False,
 ) -> Any:
     """The package's function for rows of a batch and for documents; a `factor` of gradients is not the package's."""
     options = dropout_p, softmax_scale, causal, *window_size, softcap, alibi_slopes
     longest = max(q.shape[0], k.shape[0])
-    out, lse = _Flash.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, options, factor)  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse = _Flash.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, longest, options, factor)  # pyright: ignore[reportGeneralTypeIssues]
     return (out, lse) if return_lse else out
 
 
@@ -215,14 +231,14 @@ def _torch_forward(
     q: Any, k: Any, v: Any, starts: Any, others: Any, m: Any, n: Any, causal: Any = False, scale: Any = None, *rest: Any
 ) -> Any:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = forward(q, k, v, starts, others, scale, causal, tuple(rest[0] or (-1, -1)), 0.0)  # pyright: ignore[reportArgumentType]
+    out, lse = forward(q, k, v, starts, others, scale, causal, tuple(rest[0] or (-1, -1)), 0.0, None)  # pyright: ignore[reportArgumentType]
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 def _torch_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, starts: Any, others: Any, *rest: Any) -> Any:
     _, _, causal, _, scale, window = (*rest, None, None)[:6]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return tuple(backward(grad, q, k, v, starts, others, scale, causal, tuple(window or (-1, -1)), 0.0))  # pyright: ignore[reportArgumentType]
+    return tuple(backward(grad, q, k, v, starts, others, scale, causal, tuple(window or (-1, -1)), 0.0, None))  # pyright: ignore[reportArgumentType]
 
 
 varlen._varlen_attn.register_kernel("cpu")(_torch_forward)  # pyright: ignore[reportPrivateUsage]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.varlen import varlen_attn
 
-from autosp_rules import AutoSPConfig
+from autosp_rules import AutoSPConfig, dry_run
 from autosp_rules.events import AttentionCallLeft, AttentionRuns, MaskedAttention
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import Parallelism, Shard, param
@@ -50,6 +50,11 @@ def rows(**options: Any) -> Attend:
     return lambda m, x, *qkv: _called(m, lambda q, k, v: flash_attn_func(q, k, v, **options), *qkv)
 
 
+def _with_sinks(m: Layer, x: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    """The package gives sinks no gradient."""
+    return rows(causal=True, s_aux=m.slopes)(m, x, *qkv)
+
+
 def documents(keys: str = "same", **options: Any) -> Attend:
     """The package's function on documents; Dynamo does not take one tensor twice."""
 
@@ -81,6 +86,7 @@ RAISED: dict[str, tuple[Attend, str]] = {
     "window to both sides": (rows(window_size=(2, 1)), "a condition on positions"),
     "keys before": (rows(window_size=(2, -1)), "window 3"),
     "softcap": (rows(causal=True, softcap=2.0), "causal"),
+    "sinks": (_with_sinks, "causal"),
     "documents": (documents(), "documents"),
     "causal documents": (documents(causal=True), "documents and order of given positions"),
     "documents of keys": (documents("others", causal=True, window_size=(2, 0)), "documents and "),
@@ -157,4 +163,10 @@ def test_evaluation() -> None:
     model = Documents(rows(causal=True)).requires_grad_(False)
     model.o.requires_grad_()
     report = LayerOnOneDevice(model).report(3, AutoSPConfig(strict=True))
+    assert report.events_of(AttentionRuns)
+
+
+def test_dropout() -> None:
+    """Numbers drawn differ from those of kernels, which have no generator that ranks share."""
+    _, report = dry_run(Documents(rows(causal=True, dropout_p=0.5)), {"ids": IDS, "memory": IDS}, num_ranks=3)
     assert report.events_of(AttentionRuns)
