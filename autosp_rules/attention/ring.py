@@ -48,7 +48,6 @@ from fxrewrite.spmd import (
     LayoutRule,
     Price,
     Shard,
-    Size,
     SpmdContext,
     collective_bytes,
     declare_virtual,
@@ -60,7 +59,6 @@ from fxrewrite.spmd import (
     placement_of,
     rank_node,
     size_hint,
-    size_proxy,
 )
 from rules.attention.by_rows import attention_by_rows, mask_of
 from rules.attention.operator import attention_rule
@@ -173,7 +171,7 @@ def _(
     rank = match.proxy(rank_node(match.edit, axis))
     how = (rank, axis.size, per_group, zigzag, axis.group)
     if placement.uneven:
-        leaves, mask = _without_padding(match, leaves, mask, held)
+        leaves, mask = _without_padding(match, leaves, mask, placement)
     if per_group > 1:
         kv_heads = match["k"].meta["val"].shape[1]
         k, v = (aten.repeat_interleave(x, math.lcm(kv_heads, per_group) // kv_heads, 1) for x in (k, v))
@@ -192,11 +190,11 @@ def _(
     return out
 
 
-def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[list[fx.Proxy], str]:
-    """Extends the mask to all `held` rows and columns; those beyond the length are padding, which no row keeps."""
+def _without_padding(match: Match, leaves: Any, mask: str, placement: Shard) -> tuple[list[fx.Proxy], str]:
+    """Extends the mask to the rows and columns of all chunks; of these, no row keeps padding."""
     device, length = match["q"].meta["val"].device, global_shape(match["q"])[2]
     nodes = entry_nodes(match.edit, SpmdContext.required(match.context, lower_ring.id).axis)
-    entries = match.proxy(nodes.of_all_chunks(length, device))
+    entries = match.proxy(nodes.of_all_chunks(length, placement, device))
 
     def padded(leaf: fx.Proxy) -> fx.Proxy:
         shape = leaf.node.meta["val"].shape
@@ -205,8 +203,7 @@ def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[
                 leaf = aten.index_select(leaf, dim, entries)
         return leaf
 
-    columns = match.call(aten.arange.default, size_proxy(match, held), device=device, pin_memory=False)
-    is_real = aten.lt(columns, size_proxy(match, length))
+    is_real = aten.logical_not(match.proxy(nodes.is_padding_of_all(length, placement, device)))
     last = f"x{len(leaves)}"
     if not mask:
         return [is_real], last

@@ -57,6 +57,8 @@ from fxrewrite.spmd.group import (
 from fxrewrite.spmd.layouts.notation import (
     IndexMap as IndexMap,
     IndexPart as IndexPart,
+    Lookup as Lookup,
+    Section as Section,
     Terms as Terms,
     parse as parse,
     view_map as view_map,

@@ -62,17 +62,33 @@ class Shard:
     Where `uneven`, P need not divide the number of entries S of a run. Chunks then have `ceil(S / P)` entries, each of
     `inner` elements, and what is beyond S, at the end of the last chunks, is padding: entries as finite as real
     ones, which no real entry depends on. So `[B * S * K]` may be `Shard(0, outer=B, inner=K, uneven=True)`.
+
+    A section of a dimension, as `x[:, 2:-1]` takes it, may stay where its entries are: chunks are then those of
+    `before + S + after` entries, of which those before and after are padding too. That is `Shard(1, uneven=True,
+    before=2, after=1)`.
     """
 
     dim: int
     outer: Size = 1
     inner: Size = 1
     uneven: bool = False
+    before: Size = 0
+    after: Size = 0
+
+    @property
+    def is_section(self) -> bool:
+        """Whether chunks are those of more entries than the value has."""
+        return not (is_same_size(self.before, 0) and is_same_size(self.after, 0))
 
     def __str__(self) -> str:
-        counts = {"outer": self.outer, "inner": self.inner}
-        runs = "".join(f", {name}={n}" for name, n in counts.items() if not (isinstance(n, int) and n == 1))
-        return f"S({self.dim}{runs}{', uneven' if self.uneven else ''})"
+        counts = (
+            ("outer", self.outer, 1),
+            ("inner", self.inner, 1),
+            ("before", self.before, 0),
+            ("after", self.after, 0),
+        )
+        said = "".join(f", {name}={n}" for name, n, default in counts if not (isinstance(n, int) and n == default))
+        return f"S({self.dim}{said}{', uneven' if self.uneven else ''})"
 
 
 ReduceOp: TypeAlias = Literal["sum", "max", "min"]
@@ -165,8 +181,8 @@ def check_placement(placement: object, shape: Sequence[Size], of: str) -> None:
 def is_same_placement(a: Placement, b: Placement) -> bool:
     """Whether both say the same, with symbolic run counts compared without a guard."""
     if isinstance(a, Shard) and isinstance(b, Shard):
-        is_same_run = is_same_size(a.outer, b.outer) and is_same_size(a.inner, b.inner)
-        return (a.dim, a.uneven) == (b.dim, b.uneven) and is_same_run
+        counts = ((a.outer, b.outer), (a.inner, b.inner), (a.before, b.before), (a.after, b.after))
+        return (a.dim, a.uneven) == (b.dim, b.uneven) and all(is_same_size(*pair) for pair in counts)
     return a == b
 
 
@@ -180,6 +196,7 @@ def local_shape(shape: Sequence[Size], placement: Placement, num_ranks: int) -> 
     local = list(shape)
     if isinstance(placement, Shard):
         entries = num_entries(shape, placement)
-        chunk = quotient(entries + num_ranks - 1 if placement.uneven else entries, num_ranks)
+        padded = placement.before + entries + placement.after + num_ranks - 1 if placement.uneven else entries
+        chunk = quotient(padded, num_ranks)
         local[placement.dim] = product((placement.outer, chunk, placement.inner))
     return local

@@ -1,18 +1,26 @@
-"""Slices and concatenations: operators that take parts of a dimension or join parts; that dimension must be whole."""
+"""Slices and concatenations: operators that take parts of a dimension or join parts.
+
+That dimension must be whole. But a slice of one dimension without steps may stay where its entries are, as a section
+(`Shard.before`, `after`), of which ranks compute what they have: nothing is sent.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_same_size
-from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced
+from torch import fx
+
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Lookup, Section, Size, is_same_size, size_hint
+from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced, with_lookups
 
 
 def select(call: Call) -> IndexMap | None:
     """`dim` must be whole, and is removed; `unbind` gives one result for each of its entries"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
-    return index_map(call, {"self": terms}, replaced(terms, at))
+    found = index_map(call, {"self": terms}, replaced(terms, at))
+    return with_lookups(found, {at: Lookup("index")} if call.key == "aten::select" else {})
 
 
 def split(call: Call) -> IndexMap | None:
@@ -38,7 +46,7 @@ def _common(lengths: Sequence[Size]) -> int | None:
 
 
 def cut(call: Call) -> IndexMap | None:
-    """cuts along `dim`, which must be whole unless nothing is cut off"""
+    """cuts along `dim`: what is not cut off may stay where it is; else `dim` must be whole"""
     if len(call.operands) > 1:
         return None  # the places to cut at depend on data
     shape = call.shape()
@@ -47,7 +55,33 @@ def cut(call: Call) -> IndexMap | None:
     # The other operators state the length that they keep. A slice of everything is only left if it cannot be dropped.
     kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
     results = [replaced(terms, at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
-    return index_map(call, {"self": terms}, *results)
+    found = index_map(call, {"self": terms}, *results)
+    return found if kept or found is None else replace(found, section=_section(call, at))
+
+
+_END = 2**63 - 1  # tracing writes this for a slice without an end
+
+
+def _section(call: Call, dim: int) -> Section | None:
+    """Which entries a slice without steps keeps; None where it keeps none, or its bounds are not known."""
+    if call.key not in ("aten::slice", "aten::narrow") or call.args.get("step", 1) != 1:
+        return None
+    cut = call.shape()[dim] - call.result_shapes()[0][dim]
+    start, end = (_bound(call.args.get(name)) for name in ("start", "end"))
+    if call.key == "aten::slice" and end in (None, _END):
+        before = cut
+    elif start is None or size_hint(start) >= 0:
+        before = 0 if start is None else start
+    elif call.key == "aten::slice" and size_hint(end) < 0:
+        before = cut + end
+    else:
+        return None
+    is_within = 0 <= size_hint(before) <= size_hint(cut) < size_hint(call.shape()[dim])
+    return Section(dim, before, cut - before) if is_within else None
+
+
+def _bound(given: Any) -> Any:
+    return given.meta["val"] if isinstance(given, fx.Node) else given
 
 
 def _results(call: Call) -> range:

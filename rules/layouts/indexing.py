@@ -17,8 +17,19 @@ import torch
 from torch import fx
 
 from fxrewrite.ops import filled_with
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Size, Terms, is_same_size
-from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, insert, names_of, unread
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Lookup, Neutral, Size, Terms, is_same_size
+from rules.layouts.terms import (
+    aligned,
+    aten,
+    broadcast_shape,
+    dim_of,
+    index_map,
+    indices,
+    insert,
+    names_of,
+    unread,
+    with_lookups,
+)
 
 
 def embedding(call: Call) -> IndexMap | None:
@@ -52,7 +63,9 @@ def index_select(call: Call) -> IndexMap | None:
     at = dim_of(call, len(terms))
     chosen = indices(len(call.shape(1)), "i")
     result = (*terms[:at], *(chosen or ((),)), *terms[at + 1 :]) if terms else ()
-    return index_map(call, {"self": terms, "index": chosen}, result)
+    return with_lookups(
+        index_map(call, {"self": terms, "index": chosen}, result), {at: Lookup("index", after=len(terms) - at - 1)}
+    )
 
 
 def gather(call: Call) -> IndexMap | None:
@@ -64,9 +77,8 @@ def gather(call: Call) -> IndexMap | None:
     result = tuple(
         terms[dim] if dim != at and is_same_size(shape[dim], index[dim]) else (f"j{dim}",) for dim in range(len(shape))
     )
-    return index_map(
-        call, {"self": terms, "index": result}, result, whole={f"j{dim}" for dim in range(len(shape)) if dim != at}
-    )
+    whole = {f"j{dim}" for dim in range(len(shape)) if dim != at}
+    return with_lookups(index_map(call, {"self": terms, "index": result}, result, whole=whole), {at: Lookup("index")})
 
 
 def take_along_dim(call: Call) -> IndexMap | None:
@@ -80,7 +92,8 @@ def take_along_dim(call: Call) -> IndexMap | None:
     at, terms = dim_of(call, len(shape)), indices(len(result))
     of_self = aligned((*shape[:at], result[at], *shape[at + 1 :]), result, terms)
     of_self = (*of_self[:at], ("k",), *of_self[at + 1 :])
-    return index_map(call, {"self": of_self, "indices": aligned(index, result, terms)}, terms)
+    found = index_map(call, {"self": of_self, "indices": aligned(index, result, terms)}, terms)
+    return with_lookups(found, {at: Lookup("indices")})
 
 
 def scatter(call: Call) -> IndexMap | None:
@@ -131,7 +144,9 @@ def index(call: Call) -> IndexMap | None:
     at, terms, chosen = _result_of(call, places)
     others = tuple(term for dim, term in enumerate(terms) if dim not in places)
     operands = {"self": terms, "indices": _of_indices(call, chosen)}
-    return index_map(call, operands, insert(others, at, *chosen[1]))
+    after = len(others) - at
+    found = index_map(call, operands, insert(others, at, *chosen[1]))
+    return with_lookups(found, {dim: Lookup("indices", dim, after) for dim in places})
 
 
 def index_put(call: Call) -> IndexMap | None:

@@ -8,11 +8,12 @@ whole, because no rank could make its own chunk of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import fx
 
-from fxrewrite.spmd import Call, IndexMap, Size, Terms, is_broadcast, is_same_size
+from fxrewrite.spmd import Call, IndexMap, Lookup, Size, Terms, is_broadcast, is_same_size
 
 Operands: TypeAlias = "Mapping[str, Terms | Sequence[Terms]]"
 """Terms by argument name; for a list of tensors, the terms of each tensor."""
@@ -55,6 +56,14 @@ def index_map(
     must = frozenset({*whole, *(lost - set(summed)), *(new - set(made))})
     once = frozenset(at for at, operand in enumerate(call.operands) if any(operand is value for value in added))
     return IndexMap(of_operands, of_results, found, must, once)
+
+
+def with_lookups(found: IndexMap | None, lookups: Mapping[int, Lookup]) -> IndexMap | None:
+    """Returns the map of a call that looks up entries of these dimensions: a rank can look up what its chunk has.
+
+    A number that no rank has then gives 0; torch fails on it.
+    """
+    return None if found is None else replace(found, lookups=lookups)
 
 
 def _in_schema_order(call: Call, operands: Operands) -> Iterator[Terms]:

@@ -103,9 +103,7 @@ def test_loss_of_shards_is_the_loss_of_one_device(loss: str) -> None:
 @pytest.mark.parametrize("loss", SHIFTED)
 def test_loss_of_shifted_tokens_gathers_no_logits(loss: str, length: int) -> None:
     report = assert_equal_to_one_device(Head(SHIFTED[loss]), {"ids": IDS[:, :length]}, ranks=(2, 3))
-    gathered = [line for line in report.lines if "gathered" in line]
-    assert len(gathered) == (loss == "none")
-    assert all(f"({2 * length * 8} bytes whole on each rank)" in line for line in gathered)  # the loss of each token
+    assert not [line for line in report.lines if "gathered" in line]
 
 
 def test_loss_of_shifted_tokens_of_any_length() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeAlias
 
@@ -39,6 +39,31 @@ class IndexPart:
     """Elements of an entry, where chunks are padded to whole entries."""
     uneven: bool = False
     """Whether the ranks need not divide it: the last chunks are padded."""
+    before: Size = 0
+    after: Size = 0
+    """Entries beside those of the index, where chunks are those of a longer dimension, of which it is a section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The result is the entries of one dimension of the first operand, without so many at its start and at its end."""
+
+    dim: int
+    before: Size
+    after: Size
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The result is entries of a dimension of the first operand, `self`, whose numbers an argument has, or one entry of
+    the `dim` that a call names."""
+
+    ids: str
+    """The argument ..."""
+    place: int | None = None
+    """... or the place in it, where it is a list."""
+    after: int = 0
+    """Dimensions of the result after those of the numbers, which broadcast to the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +79,11 @@ class IndexMap:
     """Operands that are added once, by position: where a result is a partial sum, they are one, too."""
     in_one_run: frozenset[str] = frozenset()
     """Indices of which a rank's chunk must be one run of entries, as where ranks count them by their numbers."""
+    section: Section | None = None
+    """What the only result is of the only operand, where it is a section of it. Its index must be whole, unless the
+    result stays in the chunks of the operand."""
+    lookups: Mapping[int, Lookup] = field(default_factory=dict[int, Lookup])
+    """Dimensions of the first operand whose entries are looked up: a rank can look up those of its chunk."""
 
     def locate(self, terms: Terms, placement: Placement) -> IndexPart | None:
         """The index of `terms` that `placement` shards, or None where it falls between indices."""
@@ -70,7 +100,7 @@ class IndexMap:
                 inner = divide_exactly(placement.inner, below)
                 if inner is None or divide_exactly(size, within) is None:
                     return None
-                return IndexPart(index, within, inner, placement.uneven)
+                return IndexPart(index, within, inner, placement.uneven, placement.before, placement.after)
             before = product((before, size))
         return None
 
@@ -83,7 +113,8 @@ class IndexMap:
             if part.index in indices:
                 before = product(self.sizes[index] for index in indices[: indices.index(part.index)])
                 inner = product((part.inner, self._below(indices, part.index))) if part.uneven else 1
-                return Shard(dim, product((before, part.within)), inner, part.uneven)
+                outer = product((before, part.within))
+                return Shard(dim, outer, inner, part.uneven, part.before, part.after)
         return Replicate()
 
     def has(self, terms: Terms, index: str) -> bool:

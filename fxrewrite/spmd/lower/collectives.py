@@ -9,6 +9,9 @@
     R -> P      the value on one rank, else zeros      no communication, in backward neither
     S -> P      the rank's chunk among zeros           no communication
 
+A section of less than half of the entries in chunks (`Shard.before`, `after`) is made whole by way of S -> P -> R, and
+cut into even chunks by way of S -> P -> S.
+
 A pending maximum or minimum is reduced by that instead of a sum; it is never differentiated.
 
 Where P ranks do not divide S entries, the last entry is repeated before they are cut, and what is whole again is cut
@@ -17,7 +20,7 @@ back to S, whose adjoint gives padding no gradient. Sums over a padded dimension
     without_padding(x, placement, axis, fill)             masked_fill, with a mask of a rank's entries made once
 
 Matches `redistribute(x, src, dst, axis)` as `fxrewrite.spmd.PropagatePlacements` writes it, on local shapes.
-Other runs of one dimension are cut from the whole value: an all-gather and a slice.
+Other chunks of one dimension are cut from the whole value: an all-gather and a slice.
 Numerics: exact but for the order of the sums. Collectives run on dimension 0, so chunks come to the front and go back;
 an inductor backend fuses these permutes into their neighbours.
 Source: PyTorch, torch/distributed/_functional_collectives.py.
@@ -27,13 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxrewrite.errors import refuse
-from fxrewrite.graph.sizes import Size, is_same_size
+from fxrewrite.graph.sizes import Size, is_same_size, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
 from fxrewrite.ops import is_view, memory_origins, mutated
@@ -101,7 +105,8 @@ class Lowering:
 
     def chunk(self, placement: Shard) -> Size:
         """How many entries a rank holds of each run."""
-        return local_shape([num_entries(self.shape, placement)], Shard(0, uneven=placement.uneven), self.num_ranks)[0]
+        entries = num_entries(self.shape, placement)
+        return local_shape([entries], replace(placement, dim=0, outer=1, inner=1), self.num_ranks)[0]
 
     def reshape(self, x: fx.Proxy, sizes: Sequence[Size]) -> fx.Proxy:
         return aten.reshape(x, [self.size(size) for size in sizes])
@@ -143,8 +148,8 @@ class Lowering:
         return self.reshape(x, [*shape[: dst.dim], *cut, *shape[dst.dim + 1 :]])
 
     def padded(self, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
-        """`x`, whose entries `dst` will cut into chunks, with the last one repeated until the ranks divide them."""
-        rows = self._entry_nodes().of_all_chunks(num_entries(self.shape, dst), x.node.meta["val"].device)
+        """`x`, whose entries `dst` will cut into chunks, with the nearest one repeated for what is padding."""
+        rows = self._entry_nodes().of_all_chunks(num_entries(self.shape, dst), dst, x.node.meta["val"].device)
         return aten.index_select(self.runs(x, src, dst), dst.dim + 1, self.match.proxy(rows))
 
     def cut_back(self, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
@@ -154,14 +159,14 @@ class Lowering:
         sizes = [size for _, size in parts]
         sizes[at] = sizes[at] * self.num_ranks
         entries = self.size(num_entries(self.shape, src))
-        return aten.contiguous(aten.narrow(self.reshape(x, sizes), at, 0, entries))
+        return aten.contiguous(aten.narrow(self.reshape(x, sizes), at, self.size(src.before), entries))
 
     def held(self, x: fx.Proxy, dst: Shard) -> fx.Proxy:
-        """The rank's chunk of `x`, which is whole, with the last entry repeated for what is padding."""
+        """The rank's chunk of `x`, which is whole, with the nearest entry repeated for what is padding."""
         is_one_run = is_same_size(dst.outer, 1) and is_same_size(dst.inner, 1)
         runs, dim = (x, dst.dim) if is_one_run else (self.runs(x, Replicate(), dst), dst.dim + 1)
         if dst.uneven:
-            rows = self._entry_nodes().held(num_entries(self.shape, dst), x.node.meta["val"].device)
+            rows = self._entry_nodes().held(num_entries(self.shape, dst), dst, x.node.meta["val"].device)
             chunk = aten.index_select(runs, dim, self.match.proxy(rows))
         else:
             size = self.size(self.chunk(dst))
@@ -172,7 +177,7 @@ class Lowering:
     def cleared(self, x: fx.Proxy, placement: Shard, fill: float) -> fx.Proxy:
         """The rank's chunk `x`, with `fill` for what is padding."""
         nodes = self._entry_nodes()
-        is_padding = nodes.is_padding(num_entries(self.shape, placement), x.node.meta["val"].device)
+        is_padding = nodes.is_padding(num_entries(self.shape, placement), placement, x.node.meta["val"].device)
         mask = self.match.proxy(is_padding)
         after = [1] * (len(self.shape) - placement.dim - 1)
         if not (is_same_size(placement.outer, 1) and is_same_size(placement.inner, 1)):
@@ -181,8 +186,24 @@ class Lowering:
         size = local_shape(self.shape, placement, self.num_ranks)[placement.dim]
         return aten.masked_fill(x, self.reshape(mask, [size, *after]), fill)
 
+    def among_zeros(self, x: fx.Proxy, src: Shard) -> fx.Proxy:
+        """The whole value, with zeros in place of what is not in the rank's chunk `x`."""
+        own = replace(src, dim=0, outer=1, inner=1)
+        places, is_missing = self._entry_nodes().places(num_entries(self.shape, src), own, x.node.meta["val"].device)
+        shape = local_shape(self.shape, src, self.num_ranks)
+        runs = self.reshape(x, [*shape[: src.dim], src.outer, self.chunk(src), src.inner, *shape[src.dim + 1 :]])
+        found = aten.index_select(runs, src.dim + 1, self.match.proxy(places))
+        mask = self.reshape(self.match.proxy(is_missing), [-1, *[1] * (len(shape) - src.dim)])
+        return self.reshape(aten.masked_fill(found, mask, 0), self.shape)
+
     def _entry_nodes(self) -> EntryNodes:
         return entry_nodes(self.match.edit, self.axis)
+
+    def are_few(self, x: fx.Proxy, src: Shard) -> bool:
+        """Whether fewer bytes are sent of the entries alone, as a sum over the ranks, than of all that is in chunks."""
+        entries = num_entries(self.shape, src)
+        held = src.before + entries + src.after
+        return x.node.meta["val"].dtype != torch.bool and 2 * size_hint(entries) < size_hint(held)
 
     def settled(self, x: fx.Proxy, replaced: fx.Node) -> fx.Proxy:
         """The result, with the value that it replaces: `P * (S // P)` is S again, which the ShapeEnv does not see."""
@@ -267,8 +288,10 @@ def slice_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
 
 @_lowers("all_gather", moves(Shard, Replicate))
 def all_gather(match: Match, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
-    """all-gather"""
+    """all-gather, or of a few entries an all-reduce"""
     low = _lowering(match)
+    if low.are_few(x, src):
+        return low.settled(low.collective("all_reduce", low.among_zeros(x, src)), match.root)
     return low.settled(low.exchange("all_gather", x, src, dst), match.root)
 
 
@@ -276,6 +299,9 @@ def all_gather(match: Match, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Prox
 def all_to_all(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
     """all-to-all"""
     low = _lowering(match)
+    if src.dim == dst.dim and low.are_few(x, src):
+        found = low.exchange("reduce_scatter", low.among_zeros(x, src), Partial(), dst)
+        return low.settled(found, match.root)
     if src.dim == dst.dim:  # other runs of one dimension: by way of the whole value
         return take_chunk(match, low.exchange("all_gather", x, src, Replicate()), dst)
     return low.settled(low.exchange("all_to_all", x, src, dst), match.root)
@@ -332,12 +358,7 @@ def own_chunk(match: Match, x: fx.Proxy, src: Shard, dst: Partial) -> fx.Proxy:
     low = _lowering(match)
     if dst.reduce_op != "sum":  # zeros may be greater; the maximum of equal values is any of them
         return low.settled(low.exchange("all_gather", x, src, Replicate()), match.root)
-    parts = low.sent(x, src, Replicate())
-    ranks = match.call(aten.arange.default, low.num_ranks, device=x.node.meta["val"].device, pin_memory=False)
-    is_own = aten.eq(ranks, match.proxy(rank_node(match.edit, low.axis)))
-    is_own = aten.reshape(is_own, [low.num_ranks, *([1] * len(low.parts(src, Replicate())))])
-    chunks = aten.where(is_own, parts, aten.zeros_like(parts))
-    return low.settled(low.received(chunks, src, Replicate()), match.root)
+    return low.settled(low.among_zeros(x, src), match.root)
 
 
 clear_padding = Rule(

@@ -27,11 +27,12 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
 from fxrewrite.spmd.layouts.rule import LayoutRules, tensor_of
+from fxrewrite.spmd.lower.rows import keep_section, look_up, set_argument
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
 from fxrewrite.spmd.placement import Partial, Placement, Shard, local_shape, num_entries
 from fxrewrite.spmd.propagation.cotangents import write_gradients
 from fxrewrite.spmd.propagation.input_placements import write_input_placements, write_output_placements
-from fxrewrite.spmd.propagation.legal import check_lowered, check_placements
+from fxrewrite.spmd.propagation.legal import DECIDED, check_lowered, check_placements
 from fxrewrite.spmd.properties import LOCAL_SHAPES, PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements
 
@@ -77,6 +78,8 @@ class LocalizeShapes:
                 part.set_meta(node, "val", type(value)(local))
             elif isinstance(placements, Partial):  # a summand has the shape of the sum
                 self._refuse_unwritten(node)
+                if (decided := DECIDED.of(node)) is not None and decided.lookup is not None:
+                    look_up(part, node, decided.lookup, axis, self.name)
             elif isinstance(placements, Shard):
                 # Arguments first: they are computed from the global `val`, which the last line replaces.
                 changed += self._localize_shape_arg(part, node, placements, size_nodes(part), num_ranks)
@@ -84,6 +87,8 @@ class LocalizeShapes:
                 whole = tensor_of(node)
                 part.set_fact(node, GLOBAL_SHAPE, tuple(whole.shape))
                 part.set_meta(node, "val", values.of(whole, placements))
+                if (decided := DECIDED.of(node)) is not None and decided.stays:
+                    keep_section(part, node, placements, axis, self.name)
         return changed
 
     def _refuse_unwritten(self, node: fx.Node) -> None:
@@ -109,7 +114,7 @@ class LocalizeShapes:
         if not 0 <= at < len(stated) or stated[at] == -1:
             return 0
         stated[at] = sizes(local_shape(node.meta["val"].shape, placement, num_ranks)[placement.dim])
-        _set_argument(edit, node, args, rule.shape_arg, stated)
+        set_argument(edit, node, args, rule.shape_arg, stated)
         return 1
 
     def _localize_run_args(self, edit: Edit, node: fx.Node, placement: Shard, sizes: SizeNodes, num_ranks: int) -> int:
@@ -125,7 +130,7 @@ class LocalizeShapes:
                 holds_runs = divide_exactly(args[name], placement.outer * num_ranks) is not None
             if dim % tensor_of(node).dim() == placement.dim and holds_runs:
                 runs = local_shape([args[name]], replace(placement, dim=0, inner=1), num_ranks)[0]
-                _set_argument(edit, node, args, name, sizes(runs))
+                set_argument(edit, node, args, name, sizes(runs))
                 changed += 1
         return changed
 
@@ -148,20 +153,11 @@ class LocalizeShapes:
                 lengths = zip(many, held, strict=True)
                 local = [local_shape([length], replace(of, dim=0), num_ranks)[0] for length, of in lengths]
                 sizes = [size_nodes(edit)(length) for length in local]
-                _set_argument(edit, node, args, name, sizes if isinstance(stated, (list, tuple)) else sizes[0])
+                set_argument(edit, node, args, name, sizes if isinstance(stated, (list, tuple)) else sizes[0])
         return 1
 
     def text(self) -> str:
         return "values and stated shapes become local (S -> S/P)"
-
-
-def _set_argument(edit: Edit, node: fx.Node, args: dict[str, Any], name: str, value: Any) -> None:
-    """Give a call another value for one of its bound arguments."""
-    position = list(args).index(name)
-    if position < len(node.args):
-        edit.set_args(node, (*node.args[:position], value, *node.args[position + 1 :]))
-    else:
-        edit.set_args(node, node.args, {**node.kwargs, name: value})
 
 
 class _LocalValues:
@@ -175,7 +171,7 @@ class _LocalValues:
     def of(self, value: torch.Tensor, placement: object) -> torch.Tensor:
         if not isinstance(placement, Shard):
             return value
-        counts = (placement.outer, placement.inner, *value.shape, *value.stride())
+        counts = (*_counts(placement), *value.shape, *value.stride())
         looks = (value.dtype, value.device, placement.dim, placement.uneven, *map(_term, counts))
         if looks not in self._made:
             size = local_shape(value.shape, placement, self._num_ranks)[placement.dim]
@@ -198,6 +194,10 @@ def _cut(value: torch.Tensor, dim: int, size: Size) -> torch.Tensor:
     # The memory stays that of the global value, as rewrites ask which inputs share memory. `as_strided` says the same
     # in five times the time, where sizes are symbolic.
     return local.set_(value.untyped_storage(), value.storage_offset(), shape, strides)
+
+
+def _counts(placement: Shard) -> tuple[Size, ...]:
+    return placement.outer, placement.inner, placement.before, placement.after
 
 
 def _term(size: Size) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import Size, SizeNodes, is_there
+from fxrewrite.graph.sizes import Size, SizeNodes, is_same_size, is_there
 from fxrewrite.match import Match
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.placement import Axis, Shard, local_shape
@@ -64,40 +65,68 @@ class EntryNodes:
 
         S = 5 over 4 ranks      held: [0, 1] [2, 3] [4, 4] [4, 4]      padding: the second of rank 2, both of rank 3
 
-    Padding repeats the last entry, so what a rank computes of it is as finite as what it computes of a real one.
+    Padding repeats the last entry, so what a rank computes of it is as finite as what it computes of a real one. A
+    section of a longer dimension has padding before its first entry too, which repeats that.
     """
 
     def __init__(self, edit: Edit, axis: Axis) -> None:
         self._edit, self._axis, self._sizes = edit, axis, size_nodes(edit)
         self._made: dict[tuple[Any, ...], fx.Node] = {}
 
-    def held(self, entries: Size, device: torch.device) -> fx.Node:
-        """The entries in this rank's chunk, `[ceil(S / P)]`; padding is the last one again."""
-        return self._at_most(self._numbers(entries, device), entries)
+    def held(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
+        """The entries in this rank's chunk, `[ceil(S / P)]`; padding is the nearest one again."""
+        return self._nearest(self._numbers(entries, placement, device), entries, placement.before)
 
-    def is_padding(self, entries: Size, device: torch.device) -> fx.Node:
+    def is_padding(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
         """What of this rank's chunk is padding, `[ceil(S / P)]` of bool."""
-        return self._call(aten.ge.Scalar, self._numbers(entries, device), entries)
+        return self._is_outside(self._numbers(entries, placement, device), entries, placement.before)
 
-    def of_all_chunks(self, entries: Size, device: torch.device) -> fx.Node:
-        """The entries in all chunks, `[P * ceil(S / P)]`; padding is the last one again."""
-        return self._at_most(self._arange(self.chunk(entries) * self._axis.size, device), entries)
+    def of_all_chunks(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
+        """The entries in all chunks, `[P * ceil(S / P)]`; padding is the nearest one again."""
+        return self._nearest(self._in_all_chunks(entries, placement, device), entries, placement.before)
 
-    def chunk(self, entries: Size) -> Size:
-        """How many entries a chunk has: ceil(S / P)."""
-        return local_shape([entries], Shard(0, uneven=True), self._axis.size)[0]
+    def is_padding_of_all(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
+        """What of all chunks is padding, `[P * ceil(S / P)]` of bool."""
+        return self._is_outside(self._in_all_chunks(entries, placement, device), entries, placement.before)
 
-    def _numbers(self, entries: Size, device: torch.device) -> fx.Node:
-        """The entries in this rank's chunk, counted on after the last."""
-        chunk = self.chunk(entries)
+    def places(self, entries: Size, placement: Shard, device: torch.device) -> tuple[fx.Node, fx.Node]:
+        """Where in this rank's chunk each entry is, `[S]`, and which are not there: for these it is the nearest."""
+        chunk, first = self.first(entries, placement)
+        numbers = self._call(aten.sub.Tensor, self._arange(entries, device), first)
+        return self._nearest(numbers, chunk, first), self._is_outside(numbers, chunk, first)
+
+    def first(self, entries: Size, placement: Shard) -> tuple[Size, fx.Node]:
+        """How many entries a chunk has, and the number of its first one, which may be negative."""
+        (chunk,) = local_shape([entries], replace(placement, dim=0, outer=1, inner=1), self._axis.size)
         first = self._call(operator.mul, rank_node(self._edit, self._axis), chunk, val=0)
+        if not is_same_size(placement.before, 0):
+            first = self._call(operator.sub, first, placement.before, val=-placement.before)
+        return chunk, first
+
+    def _numbers(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
+        """The entries in this rank's chunk, counted on before the first and after the last."""
+        chunk, first = self.first(entries, placement)
         return self._call(aten.add.Tensor, self._arange(chunk, device), first)
+
+    def _in_all_chunks(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
+        numbers = self._arange(self.first(entries, placement)[0] * self._axis.size, device)
+        if is_same_size(placement.before, 0):
+            return numbers
+        return self._call(aten.sub.Tensor, numbers, placement.before)
 
     def _arange(self, size: Size, device: torch.device) -> fx.Node:
         return self._call(aten.arange.default, size, kwargs={"device": device, "pin_memory": False})
 
-    def _at_most(self, numbers: fx.Node, entries: Size) -> fx.Node:
-        return self._call(aten.clamp_max.default, numbers, entries - 1)
+    def _nearest(self, numbers: fx.Node, entries: Size, before: Any) -> fx.Node:
+        """The numbers, of which those that are less than 0 (if `before` is not) or too large become the nearest."""
+        found = self._call(aten.clamp_max.default, numbers, entries - 1)
+        return found if _is_zero(before) else self._call(aten.clamp_min.default, found, 0)
+
+    def _is_outside(self, numbers: fx.Node, entries: Size, before: Any) -> fx.Node:
+        found = self._call(aten.ge.Scalar, numbers, entries)
+        if _is_zero(before):
+            return found
+        return self._call(aten.logical_or.default, found, self._call(aten.lt.Scalar, numbers, 0))
 
     def _call(self, target: Any, *args: Any, **how: Any) -> fx.Node:
         """The call, which the graph has once: what asks for the same is given the same node."""
@@ -107,3 +136,7 @@ class EntryNodes:
             made = self._edit.call(target, written, before=self._sizes.anchor, **how)
             self._made[at] = self._sizes.add_last(made)
         return self._made[at]
+
+
+def _is_zero(size: Any) -> bool:
+    return not isinstance(size, fx.Node) and is_same_size(size, 0)

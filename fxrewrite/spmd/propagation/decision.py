@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
+from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart, Lookup
 from fxrewrite.spmd.layouts.rule import Call, Neutral
 from fxrewrite.spmd.placement import Partial, Placement, ReduceOp, Replicate
 
@@ -31,6 +31,11 @@ class Decision:
     preferred: bool = False
     """Whether a result is shown sharded because that is preferred, and not because of its operands: that serves users
     within the graph, and nobody outside."""
+
+    stays: bool = False
+    """Whether it is a slice whose entries stay where they are."""
+    lookup: Lookup | None = None
+    """How a rank looks up entries that its chunk has, where the result is the sum over ranks of what they find."""
 
     def required_of(self, operands: Sequence[fx.Node], value: fx.Node) -> list[Placement]:
         """The placements that the node requires of a value, for each time that it is among its operands.

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
 
 from fxrewrite.errors import refuse
 from fxrewrite.graph.differentiable import is_differentiable
-from fxrewrite.graph.sizes import is_same_size, quotient, require_divisible
+from fxrewrite.graph.sizes import is_divided_by, is_same_size, quotient, require_divisible, size_hint
+from fxrewrite.graph.walk import reached
+from fxrewrite.ops import bind, key
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
-from fxrewrite.spmd.layouts.rule import Call, LayoutRule
-from fxrewrite.spmd.placement import Axis, Placement, Shard, is_same_placement
+from fxrewrite.spmd.layouts.rule import Call, LayoutRule, tensor_of
+from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
+from fxrewrite.spmd.price.products import is_product
 from fxrewrite.spmd.propagation.decision import Decision, replicated, spread
+
+_MOST_CUT_OFF = 1 / 8
+"""Share of the rows of a product that may be computed although they were cut off, rather than send all others."""
 
 
 def is_divided(indices: IndexMap, part: IndexPart, axis: Axis) -> bool:
     """Whether every rank can have a chunk of an index."""
     return part.uneven or require_divisible(quotient(indices.sizes[part.index], part.within), axis.size)
+
+
+def _leads_to_product(node: fx.Node) -> bool:
+    return any(map(is_product, reached([node], lambda found: found.users)))
+
+
+def _kept_of(value: fx.Node, dim: int) -> Iterator[int]:
+    """How many entries of a dimension each slice of a value keeps."""
+    for user in value.users:
+        if key(user) in ("aten::slice", "aten::narrow") and bind(user)["dim"] % tensor_of(value).dim() == dim:
+            yield size_hint(tensor_of(user).shape[dim])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +83,10 @@ class IndexedCall:
             return self._as_required(parts, required)
         free = [part for part in parts if self._can_shard(part)]
         blocked = next((part for part in parts if part.index in self.indices.whole or self._is_split(part)), None)
-        moved = self._moved(blocked, parts) if blocked is not None else None
-        if moved is not None:
-            return moved
+        if blocked is not None and (
+            found := self._moved(blocked, parts) or self._section() or self._looked_up(blocked)
+        ):
+            return found
         # An index that results have costs nothing; one that they lack makes them partial, which costs a reduction.
         chosen = next((part for part in free if self._is_in_results(part)), next(iter(free), None))
         sharded = self._sharded(chosen) if chosen is not None else None
@@ -103,6 +125,52 @@ class IndexedCall:
             if index in self.indices.sizes.keys() - self.indices.whole and is_divided(self.indices, part, self.axis):
                 return spread(self.indices, part, home=home, why=f"{blocked.index} must be whole: moved to {index}")
         return None
+
+    def _section(self) -> Decision | None:
+        """How a slice of the sharded dimension runs that stays where its entries are; None where it does not pay.
+
+        Users see it so if no rank then has more rows than all that are kept. Otherwise, or if a product of matrices
+        follows that would run on rows which were cut off, they see it in even chunks, or whole if it has fewer entries
+        than there are ranks. That pays if a gather of what all such slices read sends more; or as much, and a product
+        would then run whole.
+        """
+        section, placement = self.indices.section, self.placements[0]
+        if section is None or not self.clears_padding or not isinstance(placement, Shard):
+            return None
+        is_one_run = is_same_size(placement.outer, 1) and is_same_size(placement.inner, 1)
+        if placement.dim != section.dim or not is_one_run or (self.preferred[0] and not placement.is_section):
+            return None
+        before, after = placement.before + section.before, placement.after + section.after
+        stays = replace(placement, uneven=True, before=before, after=after)
+        size = self.call.result_shapes()[0][section.dim]
+        kept, held = size_hint(size), size_hint(before + size + after)
+        num_ranks, has_product = self.axis.size, _leads_to_product(self.call.node)
+        if kept * num_ranks >= held and (held - kept <= _MOST_CUT_OFF * held or not has_product):
+            shown: Placement = stays
+        else:
+            sent = sum(n for n in _kept_of(self.call.operands[0], section.dim) if n * num_ranks < held)
+            if sent * (1 if kept >= num_ranks and has_product else 2) > held:
+                return None
+            is_even = is_divided_by(size, num_ranks)
+            shown = Shard(section.dim, uneven=not is_even) if kept >= num_ranks else Replicate()
+        return Decision((placement,), (stays,), (shown,), "stays where its entries are", stays=True)
+
+    def _looked_up(self, blocked: IndexPart) -> Decision | None:
+        """How entries of the sharded dimension are looked up by the ranks that have them; None where it does not pay.
+
+        It does if what is sent of all that are looked up is less than what a gather sends.
+        """
+        placement, value = self.placements[0], self.call.operands[0]
+        lookup = self.indices.lookups.get(placement.dim) if isinstance(placement, Shard) else None
+        if lookup is None or not self.clears_padding or any(isinstance(p, Partial) for p in self.placements):
+            return None
+        is_one_run = is_same_size(blocked.within, 1) and is_same_size(blocked.inner, 1)
+        alike = [user for user in value.users if key(user) == self.call.key]
+        found = sum(size_hint(tensor_of(user).numel()) for user in alike)
+        if not is_one_run or 2 * found > size_hint(tensor_of(value).numel()) or tensor_of(value).dtype == torch.bool:
+            return None
+        required = (placement, *[Replicate()] * (len(self.placements) - 1))
+        return Decision(required, (Partial(),), (Partial(),), "each rank looks up what it has", lookup=lookup)
 
     def _sharded(self, part: IndexPart) -> Decision | None:
         """How the operator runs over an index; None if padding would count in a sum."""

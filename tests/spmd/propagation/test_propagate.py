@@ -71,13 +71,14 @@ CLEAN |= {
     "type_as": lambda m, x, ids: x * torch.arange(8).type_as(x),
     "softmax over the sequence": lambda m, x, ids: x.softmax(1) * x,
     "variance over the sequence": lambda m, x, ids: x * x.var(1, keepdim=True),
+    "last token": lambda m, x, ids: x[:, -1],
+    "all but some tokens": lambda m, x, ids: (x[:, 2:-1] * ids[:, 3:].unsqueeze(-1)).sum(),
 }
 MOVED: dict[str, Any] = {
     "shift by pads of 1 and -1": lambda m, x, ids: x + F.pad(x, (0, 0, 1, -1)),
     "a split that keeps all": lambda m, x, ids: x.split(16, 1)[0] + x,
     "cumulative sum": lambda m, x, ids: x.cumsum(1) + x,
     "shift": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
-    "last token": lambda m, x, ids: x[:, -1],
     "eager attention": lambda m, x, ids: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "maximum over the sequence": lambda m, x, ids: x.amax(1),
 }
@@ -85,7 +86,6 @@ MOVED: dict[str, Any] = {
 GATHERED: dict[str, Any] = {
     "no rule": lambda m, x, ids: torch.fft.fft(x, dim=1).real + x,
     "cumulative sum": MOVED["cumulative sum"],
-    "last token": MOVED["last token"],
     "eager attention": MOVED["eager attention"],
 }
 """Over three ranks nothing but the sequence divides."""
