@@ -39,7 +39,7 @@ from torch.fx.node import map_arg
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, fake_value, is_pure, key, mutates
 from fxrewrite.spmd import Call, Shard, Size, is_same_size, size_hint, size_proxy
-from rules.layouts import LAYOUTS
+from rules.canonical.entries import below
 
 aten = torch.ops.aten
 _NONE = 0
@@ -87,7 +87,7 @@ def _cuts_above(node: fx.Node) -> Iterator[_Cut]:
         at = current
         while cut is not None and at in readers:
             call, position = readers[at]
-            placement = _below(call, position, cut.placement)
+            placement = below(call, {position: cut.placement})
             cut = None if placement is None else replace(cut, chain=(*cut.chain, (call.node, placement)))
             at = call.node
         if cut is not None:
@@ -111,23 +111,6 @@ def _cut_off(node: fx.Node) -> tuple[int, int] | None:
 
 def _dim(cut: fx.Node) -> int:
     return bind(cut)["dim"] % fake_value(cut).dim()
-
-
-def _below(call: Call, position: int, placement: Shard) -> Shard | None:
-    """Returns where an operand's entries are in the result of a call; None if the call does not keep them apart."""
-    rule = LAYOUTS.get(call.key)
-    if rule is None or call.reads_sizes or (rule.shape_arg and call.key != "aten::reshape"):
-        return None
-    indices = rule.map(call)
-    if indices is None or len(indices.results) != 1:
-        return None
-    part = indices.locate(indices.operands[position], placement)
-    if part is None or part.index in indices.whole:
-        return None
-    if any(indices.has(terms, part.index) for at, terms in enumerate(indices.operands) if at != position):
-        return None  # another operand would have to be sliced as well
-    below = indices.placement(indices.results[0], part)
-    return below if isinstance(below, Shard) else None
 
 
 def _cut_of(logits: fx.Node) -> _Cut | None:

@@ -183,12 +183,26 @@ def of_likely_tokens(m: Policy, h: Tensor, ids: Tensor) -> Tensor:
     return (best * (at == ids[:, 1:])).sum() + m.score(h[:, -1]).square().mean()
 
 
+def entropies_in_chunks(m: Policy, h: Tensor, ids: Tensor) -> Tensor:
+    """As trl computes them: of chunks of rows, whatever row of the batch they are of."""
+    logits = m.head(h)[:, -KEPT - 1 : -1]
+    found = [entropy(rows) for rows in logits.reshape(-1, CLASSES).split(4)]
+    by_row = torch.stack([x.logsumexp(-1) for x in logits])
+    return torch.cat(found).reshape(len(ids), -1).mean() + by_row.square().mean()
+
+
+def head_in_chunks(m: Policy, h: Tensor, ids: Tensor) -> Tensor:
+    parts = zip(h[:, :-1].chunk(3, 1), ids[:, 1:].chunk(3, 1), strict=True)
+    return -torch.cat([log_probabilities(m.head(x), y) for x, y in parts], 1).mean()
+
+
 LOSSES = {
     loss.__name__: loss
     for loss in (
         *(grpo, grpo_of_logits_to_keep, of_sequences, of_uncertain_tokens, entropy_of_best, ppo, reinforce),
         *(differences_of_values, dpo, dpo_of_rolled_labels, kto, rewards, classes_of_sequences),
         *(distillation, distillation_of_best, smoothed, by_document, of_likely_tokens),
+        *(entropies_in_chunks, head_in_chunks),
     )
 }
 

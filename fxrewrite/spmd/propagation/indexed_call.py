@@ -24,6 +24,10 @@ _MOST_CUT_OFF = 1 / 8
 """Share of the rows of a product that may be computed although they were cut off, rather than send all others."""
 
 
+_MOST_SENT = 64
+"""Users of a value of which each may have its part sent by a collective of its own."""
+
+
 def is_divided(indices: IndexMap, part: IndexPart, axis: Axis) -> bool:
     """Whether every rank can have a chunk of an index."""
     return part.uneven or require_divisible(quotient(indices.sizes[part.index], part.within), axis.size)
@@ -148,6 +152,8 @@ class IndexedCall:
         if kept * num_ranks >= held and (held - kept <= _MOST_CUT_OFF * held or not has_product):
             shown: Placement = stays
         else:
+            if len(self.call.operands[0].users) > _MOST_SENT:
+                return None
             sent = sum(n for n in _kept_of(self.call.operands[0], section.dim) if n * num_ranks < held)
             if sent * (1 if kept >= num_ranks and has_product else 2) > held:
                 return None
@@ -164,10 +170,12 @@ class IndexedCall:
         lookup = self.indices.lookups.get(placement.dim) if isinstance(placement, Shard) else None
         if lookup is None or not self.clears_padding or any(isinstance(p, Partial) for p in self.placements):
             return None
+        if len(value.users) > _MOST_SENT or tensor_of(value).dtype == torch.bool:
+            return None
         is_one_run = is_same_size(blocked.within, 1) and is_same_size(blocked.inner, 1)
         alike = [user for user in value.users if key(user) == self.call.key]
         found = sum(size_hint(tensor_of(user).numel()) for user in alike)
-        if not is_one_run or 2 * found > size_hint(tensor_of(value).numel()) or tensor_of(value).dtype == torch.bool:
+        if not is_one_run or 2 * found > size_hint(tensor_of(value).numel()):
             return None
         required = (placement, *[Replicate()] * (len(self.placements) - 1))
         return Decision(required, (Partial(),), (Partial(),), "each rank looks up what it has", lookup=lookup)
