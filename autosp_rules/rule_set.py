@@ -46,6 +46,7 @@ from rules.attention.from_flash import RAISE_FLASH
 from rules.attention.from_flex import RAISE_FLEX
 from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
+from rules.canonical.early_cuts import EARLY_CUTS
 from rules.canonical.joined_parts import JOINED_PARTS
 from rules.canonical.losses import LOSSES
 from rules.canonical.normal_forms import NORMAL_FORMS
@@ -125,7 +126,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         *((staged(DropLogits(), precedes=(CANONICAL,)),) if config.logits == "drop" else ()),
         RuleSet(
             "canonicalize",
-            *(NORMAL_FORMS, RAISE_FLEX, RAISE_FLASH, JOINED_PARTS, LOSSES, ATTENTION_UNBIASED),
+            *(NORMAL_FORMS, RAISE_FLEX, RAISE_FLASH, JOINED_PARTS, EARLY_CUTS, LOSSES, ATTENTION_UNBIASED),
             *_own_rules(config),
             *(MASKS, RAISE_ATTENTION, SHARE_HEADS, DecomposeUnknown("decompose_unknown", layouts), DeadCode()),
             gives=(CANONICAL,),

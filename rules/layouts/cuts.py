@@ -56,13 +56,13 @@ def cut(call: Call) -> IndexMap | None:
     kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
     results = [replaced(terms, at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
     found = index_map(call, {"self": terms}, *results)
-    return found if kept or found is None else replace(found, section=_section(call, at))
+    return found if kept or found is None else replace(found, section=section_of(call, at))
 
 
 _END = 2**63 - 1  # tracing writes this for a slice without an end
 
 
-def _section(call: Call, dim: int) -> Section | None:
+def section_of(call: Call, dim: int) -> Section | None:
     """Which entries a slice without steps keeps; None where it keeps none, or its bounds are not known."""
     if call.key not in ("aten::slice", "aten::narrow") or call.args.get("step", 1) != 1:
         return None

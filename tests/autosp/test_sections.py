@@ -70,6 +70,9 @@ def losses(kept: int) -> dict[str, Loss]:
         "log probabilities": lambda m, h, ids: (
             log_probabilities(m.head(h)[:, :-1], ids[:, 1:])[:, -k:].exp() * (ids[:, -k:] % 3)
         ).sum(),
+        "beside all": lambda m, h, ids: (
+            entropy((x := m.head(h))[:, -k - 1 : -1]).mean() + log_probabilities(x[:, :k], ids[:, :k]).sum() + x.mean()
+        ),
         "entropies": lambda m, h, ids: entropy(m.head(h)[:, -k - 1 : -1]).mean(),
         "sequence first": lambda m, h, ids: m.head(h).transpose(0, 1)[-k - 1 : -1].log_softmax(-1).square().mean(),
         "softmax over tokens": lambda m, h, ids: (m.head(h)[:, 1 : k + 1].softmax(1) * m.head(h)[:, 1 : k + 1]).sum(),
@@ -133,14 +136,15 @@ def sent(ranks: Ranks) -> int:
 @pytest.mark.parametrize("name", losses(1))
 @pytest.mark.some(3)
 def test_what_is_kept_is_sharded(name: str, batch: int, length: int, num_ranks: int, kept: int, dynamic: bool) -> None:
-    """No rank gets all rows, nor computes a product whole, and of logits nothing is sent unless few are kept."""
+    """No rank gets all rows, nor computes a product whole.
+
+    What is sent of logits is a number for each, a maximum of each class, or few rows of logits that are read elsewhere.
+    """
     ranks = check(losses(kept)[name], (batch, length), num_ranks, dynamic=dynamic)
     assert not [line for line in ranks.report.lines if "products run whole" in line and kept >= num_ranks]
-    of_hidden = name in ("hidden states", "the first", "a product of tokens")
-    if kept * num_ranks >= length and not of_hidden:
-        assert sent(ranks) <= batch * CLASSES * (1 if "softmax" in name else 0) + batch * length
-    else:  # the rows that are kept, padded to even chunks
-        assert sent(ranks) <= batch * (kept + num_ranks - 1) * CLASSES
+    is_wide = name in ("beside all", "narrow") and kept * num_ranks < length
+    of_rows = (kept + num_ranks - 1) * (CLASSES if is_wide else 6)
+    assert sent(ranks) <= batch * max(of_rows, 2 * CLASSES if "softmax" in name else 0, length + num_ranks)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -72,6 +72,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "masks.nothing_hidden": (IN_A_GRAPH, "masks/test_dense.py"),
     "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "canonical/test_shifted_losses.py"),
     "shifted_losses.pad_labels_of_nll_loss_nd": (IN_A_GRAPH, "canonical/test_shifted_losses.py"),
+    "early_cuts.cut_before_product": (IN_A_GRAPH, "canonical/test_early_cuts.py"),
     "joined_parts.compute_whole": (IN_A_GRAPH, "canonical/test_joined_parts.py"),
     "tiled_loss.tile": (IN_A_GRAPH, "tiling/test_loss.py"),
     "tiled_mlp.tile": (IN_A_GRAPH, "tiling/test_mlp.py"),

@@ -135,8 +135,7 @@ class IndexedCall:
 
         Users see it so if no rank then has more rows than all that are kept. Otherwise, or if a product of matrices
         follows that would run on rows which were cut off, they see it in even chunks, or whole if it has fewer entries
-        than there are ranks. That pays if a gather of what all such slices read sends more; or as much, and a product
-        would then run whole.
+        than there are ranks. That pays unless a gather of what such slices read sends less.
         """
         section, placement = self.indices.section, self.placements[0]
         if section is None or not self.clears_padding or not isinstance(placement, Shard):
@@ -148,14 +147,14 @@ class IndexedCall:
         stays = replace(placement, uneven=True, before=before, after=after)
         size = self.call.result_shapes()[0][section.dim]
         kept, held = size_hint(size), size_hint(before + size + after)
-        num_ranks, has_product = self.axis.size, _leads_to_product(self.call.node)
-        if kept * num_ranks >= held and (held - kept <= _MOST_CUT_OFF * held or not has_product):
+        num_ranks, are_few = self.axis.size, held - kept <= _MOST_CUT_OFF * held
+        if kept * num_ranks >= held and (are_few or not _leads_to_product(self.call.node)):
             shown: Placement = stays
         else:
             if len(self.call.operands[0].users) > _MOST_SENT:
                 return None
             sent = sum(n for n in _kept_of(self.call.operands[0], section.dim) if n * num_ranks < held)
-            if sent * (1 if kept >= num_ranks and has_product else 2) > held:
+            if sent * (1 if kept >= num_ranks else 2) > held:
                 return None
             is_even = is_divided_by(size, num_ranks)
             shown = Shard(section.dim, uneven=not is_even) if kept >= num_ranks else Replicate()
