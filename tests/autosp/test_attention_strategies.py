@@ -14,23 +14,17 @@ from autosp_rules.transform import transform
 from fxrewrite.spmd import Axis
 from tests.autosp.attention_layer import Attend, Layer, attention_line, check
 from tests.autosp.one_device import captured
+from tests.zoo import attention
 
 sdpa = F.scaled_dot_product_attention
 LENGTH = 24
 IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % 8
-HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (6, 1), "six": (6, 6), "thirds": (12, 3)}
-
-
-def _padded() -> torch.Tensor:
-    """Causal, and keys behind the end of a sequence are hidden. [B, 1, S, S]"""
-    positions = torch.arange(LENGTH)
-    return (positions[:, None] >= positions) & (positions < torch.tensor([20, 5])[:, None, None, None])
-
-
-def _added(low: float) -> torch.Tensor:
-    """A window of 5 keys, and a bias of distances, as ALiBi has it; every row keeps its own key. [S, S]"""
-    by = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-    return torch.where((by >= 0) & (by < 5), -0.5 * by.double(), low)
+HEADS = {**attention.HEADS, "MQA 6/1": (6, 1), "GQA 12/3": (12, 3)}
+MASKS: dict[str, Attend] = {
+    **attention.MASKS,
+    "of heads": lambda q, k, v, **gqa: sdpa(q, k, v, _of_heads(q.shape[1]), **gqa),
+    "hidden by -1e9": lambda q, k, v, **gqa: sdpa(q, k, v, ~_of_heads(1) * torch.tensor(-1e9).double(), **gqa),
+}
 
 
 def _of_heads(heads: int) -> torch.Tensor:
@@ -39,39 +33,28 @@ def _of_heads(heads: int) -> torch.Tensor:
     return (by >= 0) & (by < 3 * torch.arange(1, heads + 1)[:, None, None])
 
 
-MASKS: dict[str, Attend] = {
-    "none": lambda q, k, v, **gqa: sdpa(q, k, v, scale=0.4, **gqa),
-    "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, **gqa),
-    "padded": lambda q, k, v, **gqa: sdpa(q, k, v, _padded(), **gqa),
-    "added": lambda q, k, v, **gqa: sdpa(q, k, v, _added(torch.finfo(torch.float64).min), **gqa),
-    "of heads": lambda q, k, v, **gqa: sdpa(q, k, v, _of_heads(q.shape[1]), **gqa),
-    "added -1e9": lambda q, k, v, **gqa: sdpa(q, k, v, _added(-1e9), **gqa),
-}
-
-
 def layer(heads: str, mask: str) -> Layer:
-    count, kv_count = HEADS[heads]
-    return Layer(lambda m, x, q, k, v: MASKS[mask](q, k, v, enable_gqa=count != kv_count), count, kv_count)
+    return attention.layer(MASKS[mask], *HEADS[heads])
 
 
 CELLS: list[tuple[AttentionOption, str, str, int]] = [
-    ("ulysses", "gqa", "padded", 4),
-    ("ulysses", "thirds", "causal", 4),
-    ("ulysses", "mqa", "added", 3),
-    ("gather_kv", "mha", "causal", 2),
-    ("gather_kv", "gqa", "padded", 3),
-    ("gather_kv", "six", "none", 4),
-    ("gather_kv", "mqa", "of heads", 4),
-    ("ring", "mha", "causal", 2),
-    ("ring", "gqa", "padded", 3),
-    ("ring", "mqa", "none", 4),
-    ("ring", "six", "causal", 4),
-    ("ring", "gqa", "added", 4),
-    ("ring", "six", "added -1e9", 3),
-    ("ring_ulysses", "mha", "padded", 4),
-    ("ring_ulysses", "six", "causal", 4),
-    ("ring_ulysses", "six", "of heads", 4),
-    ("ring_ulysses", "gqa", "causal", 8),
+    ("ulysses", "GQA 8/2", "padding", 4),
+    ("ulysses", "GQA 12/3", "causal", 4),
+    ("ulysses", "MQA 6/1", "ALiBi", 3),
+    ("gather_kv", "MHA", "causal", 2),
+    ("gather_kv", "GQA 8/2", "padding", 3),
+    ("gather_kv", "6 heads", "none", 4),
+    ("gather_kv", "MQA 6/1", "of heads", 4),
+    ("ring", "MHA", "causal", 2),
+    ("ring", "GQA 8/2", "padding", 3),
+    ("ring", "MQA 6/1", "none", 4),
+    ("ring", "6 heads", "causal", 4),
+    ("ring", "GQA 8/2", "ALiBi", 4),
+    ("ring", "6 heads", "hidden by -1e9", 3),
+    ("ring_ulysses", "MHA", "padding", 4),
+    ("ring_ulysses", "6 heads", "causal", 4),
+    ("ring_ulysses", "6 heads", "of heads", 4),
+    ("ring_ulysses", "GQA 8/2", "causal", 8),
 ]
 
 
@@ -83,7 +66,7 @@ def test_equal_to_one_device(strategy: AttentionOption, heads: str, mask: str, n
 
 def test_what_a_ring_sends_is_in_the_report() -> None:
     """k and v to the 3 others; so again, and their gradients home; halves of q, k, v and the result trade places."""
-    report = check(layer("gqa", "causal"), ranks=(4,), attention="ring", ids=IDS)[4]
+    report = check(layer("GQA 8/2", "causal"), ranks=(4,), attention="ring", ids=IDS)[4]
     chunk = 2 * LENGTH // 4 * 8  # of one number a token
     kv, qo = 2 * (4 + 6) * chunk, 8 * (4 + 6) * chunk
     sent = {(c.kind, c.direction): (c.count, c.bytes_sent) for c in report.collectives if c.kind != "all_reduce"}
@@ -111,17 +94,24 @@ def test_rows_of_a_batch_as_one_sequence_over_a_ring(length: int, dynamic: bool)
 
 @pytest.mark.parametrize("length", [LENGTH, 21])
 def test_a_symbolic_length_over_a_ring(length: int) -> None:
-    check(layer("six", "causal"), ranks=(4,), attention="ring", ids=IDS[:, :length], dynamic=True)
+    check(layer("6 heads", "causal"), ranks=(4,), attention="ring", ids=IDS[:, :length], dynamic=True)
 
 
 @pytest.mark.parametrize(
     ("strategy", "heads", "mask", "num_ranks", "length", "why"),
     [
-        ("ring", "gqa", "none", 3, 4, "keys travel"),
-        ("ring", "mha", "causal", 4, 13, "keys travel"),  # halves of 2 rows trade places
-        ("ring", "six", "causal", 8, 3, "keys travel, 1 rows have no halves to trade"),  # most ranks have padding alone
-        ("ring_ulysses", "gqa", "causal", 8, 21, "2 groups of 4 ranks"),
-        ("ring_ulysses", "six", "causal", 4, 9, "2 groups of 2 ranks"),
+        ("ring", "GQA 8/2", "none", 3, 4, "keys travel"),
+        ("ring", "MHA", "causal", 4, 13, "keys travel"),  # halves of 2 rows trade places
+        (
+            "ring",
+            "6 heads",
+            "causal",
+            8,
+            3,
+            "keys travel, 1 rows have no halves to trade",
+        ),  # most ranks have padding alone
+        ("ring_ulysses", "GQA 8/2", "causal", 8, 21, "2 groups of 4 ranks"),
+        ("ring_ulysses", "6 heads", "causal", 4, 9, "2 groups of 2 ranks"),
     ],
 )
 @pytest.mark.some(2)
@@ -133,7 +123,7 @@ def test_lengths_that_the_ranks_do_not_divide_over_a_ring(
 
 
 def test_a_length_that_the_ranks_divide_costs_nothing_more_over_a_ring() -> None:
-    gm, _ = captured(layer("mha", "none"), {"ids": IDS.clone(), "memory": IDS.clone()})
+    gm, _ = captured(layer("MHA", "none"), {"ids": IDS.clone(), "memory": IDS.clone()})
     program, _ = transform(gm, AutoSPConfig(attention="ring"), Axis("sp", 4))
     names = {str(node.target) for node in program.graph.nodes}
     assert not names & {"aten.index_select.default", "aten.arange.default", "aten.lt.Scalar"}
@@ -145,10 +135,10 @@ def _crossed(m: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
 
 _NO_GROUPS = "3 ranks cannot be split into two or more groups of two or more that share 4 heads"
 REFUSED: dict[str, tuple[AttentionOption, Layer, int, str, str]] = {
-    "heads": ("ulysses", layer("six", "causal"), 4, "6 heads do not divide over axis sp (size 4)", "gather_kv"),
+    "heads": ("ulysses", layer("6 heads", "causal"), 4, "6 heads do not divide over axis sp (size 4)", "gather_kv"),
     "groups": (
         "ring_ulysses",
-        layer("mha", "none"),
+        layer("MHA", "none"),
         3,
         _NO_GROUPS,
         "gather_kv",
@@ -156,7 +146,7 @@ REFUSED: dict[str, tuple[AttentionOption, Layer, int, str, str]] = {
     "lengths": ("ring", Layer(_crossed), 2, "queries and keys have lengths 24 and 12", "gather_kv"),
     "added": (
         "ring",
-        Layer(lambda m, x, q, k, v: sdpa(q, k, v, _padded().double())),
+        Layer(lambda m, x, q, k, v: sdpa(q, k, v, attention.padding(LENGTH).double())),
         4,
         "the mask is added to the scores, and may hide all keys of a row by a finite number",
         "gather_kv",

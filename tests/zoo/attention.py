@@ -58,7 +58,7 @@ def _documents(length: int) -> torch.Tensor:
     return _causal(length) & (document[:, None, :, None] == document[:, None, None])
 
 
-def _padding(length: int) -> torch.Tensor:
+def padding(length: int) -> torch.Tensor:
     """Causal, and the first keys are padding, whose own rows keep none. [B, 1, S, S]"""
     _, columns = _positions(length)
     return _causal(length) & (columns >= torch.tensor([3, 8])[:, None, None, None])
@@ -81,10 +81,15 @@ MASKS: dict[str, Attend] = {
     "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, **gqa),
     "window": lambda q, k, v, **gqa: sdpa(q, k, v, _window(q.shape[2]), **gqa),
     "documents": lambda q, k, v, **gqa: sdpa(q, k, v, _documents(q.shape[2]), **gqa),
-    "padding": lambda q, k, v, **gqa: sdpa(q, k, v, _padding(q.shape[2]), **gqa),
+    "padding": lambda q, k, v, **gqa: sdpa(q, k, v, padding(q.shape[2]), **gqa),
     "prefix": lambda q, k, v, **gqa: sdpa(q, k, v, _prefix(q.shape[2]), **gqa),
     "ALiBi": lambda q, k, v, **gqa: sdpa(q, k, v, _alibi(q.shape[2]), **gqa),
 }
+
+
+def layer(attend: Attend, heads: int, kv_heads: int) -> Layer:
+    """A layer whose attention is one of `MASKS`."""
+    return Layer(lambda m, x, q, k, v: attend(q, k, v, enable_gqa=heads != kv_heads), heads, kv_heads)
 
 
 class Cell(BaseModel):
@@ -124,11 +129,8 @@ def cells() -> Iterator[Cell]:
 def measured(todo: Sequence[Cell]) -> Iterator[Cell]:
     """The cells with what came of each; a model is captured once."""
     for (mask, heads, length), group in itertools.groupby(todo, lambda cell: (cell.mask, cell.heads, cell.length)):
-        count, kv_count = HEADS[heads]
-        attend, gqa = MASKS[mask], count != kv_count
-        layer = Layer(lambda m, x, q, k, v: attend(q, k, v, enable_gqa=gqa), count, kv_count)  # noqa: B023  # used here
         ids = torch.arange(2 * LENGTHS[length]).reshape(2, -1) * 7 % 8
-        one_device = LayerOnOneDevice(layer, ids)
+        one_device = LayerOnOneDevice(layer(MASKS[mask], *HEADS[heads]), ids)
         for cell in group:
             yield cell.measured(one_device)
 
