@@ -77,6 +77,11 @@ class Simulated:
         """The largest error of an output that is not the loss; 0 where there are no others."""
         return max(self.output_errors.values(), default=0.0)
 
+    @property
+    def error(self) -> float:
+        """The largest error of all: of the loss, of a gradient, of another output."""
+        return max(self.loss_error, self.grad_error, self.output_error)
+
     def __str__(self) -> str:
         kinds = (", ".join(f"{n} {kind}" for kind, n in of.items()) or "nothing" for of in self.sent.values())
         sent = "; ".join(f"over {axis} {what}" for axis, what in zip(self.sent, kinds, strict=True))

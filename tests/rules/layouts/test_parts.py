@@ -208,7 +208,7 @@ def test_norms_of_a_batch_in_shards_are_those_of_one_device(norm: str, rows: int
     plan = Parallelism("batch", axis="dp", place={module_input("conv"): Shard(0, uneven=rows % num_ranks != 0)})
     x = torch.randn(rows, 3, 5, dtype=torch.float64) * 3 + 2
     found = simulate(Net(NORMS[norm]()).double(), {"x": x}, plan, {"dp": num_ranks})
-    assert max(found.loss_error, found.grad_error, found.output_error) < 1e-12, str(found)
+    assert found.error < 1e-12, str(found)
     num_outputs = {"batch norm": 4, "without weights": 4, "evaluated": 4, "instance norm": 4}
     assert len(found.output_errors) == num_outputs.get(norm, 1)
     of_norm = 2 if norm.startswith(("batch", "without")) else 2 if norm == "instance norm" else 0
@@ -279,5 +279,5 @@ def test_statistics_over_two_axes_of_a_mesh(norm: str) -> None:
     space = Parallelism("space", axis="sp", place={module_output("conv"): Shard(2, uneven=True)})
     x = torch.randn(4, 3, 5, dtype=torch.float64) * 3 + 2
     found = simulate(Net(NORMS[norm]()).double(), {"x": x}, batch | space, {"dp": 2, "sp": 2})
-    assert max(found.loss_error, found.grad_error, found.output_error) < 1e-12, str(found)
+    assert found.error < 1e-12, str(found)
     assert not found.report.events_of(Gathered)

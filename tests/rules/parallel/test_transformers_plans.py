@@ -11,10 +11,10 @@ from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.spmd import Gathered, Replicate, Shard, module_output, param
 from rules.parallel import from_transformers
 from tests.rules.parallel.models import adapt, build
-from tests.rules.parallel.on_ranks import compared, loss_of
+from tests.rules.parallel.on_ranks import compared, loss_of, sent_backward
 
 LAYERS = 2
-REDUCE, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+REDUCE, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 ENDS = 1 + 3
 """All-reduces of the embedding and of the loss."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
@@ -43,17 +43,17 @@ def test_the_plan_of_a_family(family: str) -> None:
     model = build(family, **options)
     if family in ("Mixtral", "Qwen3Moe"):
         model.set_experts_implementation("batched_mm")
-    found = compared(loss_of(model), model, from_transformers(model, "tp"))
-    assert found.forward == {("tp", kind): count for kind, count in forward.items()}
-    assert found.backward == backward
+    found = compared(loss_of(model), from_transformers(model, "tp"))
+    assert found.sent == {"tp": forward}
+    assert sent_backward(found) == backward
 
 
 def test_experts_as_grouped_products() -> None:
     """What transformers runs by default; in float32, since torch has no grouped product of float64."""
     model = build("Qwen3Moe", **EXPERTS).float()
-    found = compared(loss_of(model), model, from_transformers(model), tolerance=1e-4)
+    found = compared(loss_of(model), from_transformers(model), tolerance=1e-4)
     assert not found.report.events_of(Gathered)
-    assert found.forward == {("tp", REDUCE): 2 * LAYERS + ENDS}
+    assert found.sent == {"tp": {REDUCE: 2 * LAYERS + ENDS}}
 
 
 def test_styles_are_placements() -> None:
@@ -72,12 +72,12 @@ def test_heads_that_do_not_divide() -> None:
     model = build("Llama", num_key_value_heads=1)
     message = "model.layers.0.self_attn views 8 features as 1 heads, and 2 ranks of axis tp do not divide 1 heads"
     with pytest.raises(RefusedError, match=message):
-        compared(loss_of(model), model, from_transformers(model))
+        compared(loss_of(model), from_transformers(model))
     model = build("Llama", hidden_size=24, num_attention_heads=6, num_key_value_heads=6)
     with pytest.raises(
         RefusedError, match="views 24 features as 6 heads, and 4 ranks of axis tp do not divide 6 heads"
     ):
-        compared(loss_of(model), model, from_transformers(model), ranks=4)
+        compared(loss_of(model), from_transformers(model), ranks=4)
 
 
 def test_styles_that_mean_nothing_here() -> None:
@@ -112,8 +112,8 @@ def test_the_plan_of_a_model_with_adapters() -> None:
     model = build("Qwen3", head_dim=8)
     adapt(model, "q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
     wrapped = Wrapped(model)
-    found = compared(loss_of(wrapped), wrapped, from_transformers(wrapped))
-    assert found.forward == {("tp", REDUCE): 2 * LAYERS + ENDS + 2 * LAYERS}
+    found = compared(loss_of(wrapped), from_transformers(wrapped))
+    assert found.sent == {"tp": {REDUCE: 2 * LAYERS + ENDS + 2 * LAYERS}}
     assert not found.report.events_of(Gathered)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 
 from fxrewrite import FxRewriteError
 from fxrewrite.spmd import Gathered, Parallelism, Replicate, Shard, param
+from fxrewrite.testing import Simulated
 from rules.parallel.megatron import ENDS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS, lookup_rows, take_class
-from tests.rules.parallel.on_ranks import Comparison, compared
+from tests.rules.parallel.on_ranks import compared, sent_backward
 
 CLASSES, WIDTH = 12, 6
 ENDS_ALONE = Parallelism("ends", axis="tp", place=ENDS, rules=[VOCABULARY], layouts=tuple(VOCABULARY_LAYOUTS))
@@ -41,11 +41,11 @@ class Ends(nn.Module):
         return loss if loss.dim() == 0 else loss.square().sum()
 
 
-def check(model: Ends, target: Tensor = TARGET) -> Comparison:
-    return compared(model.double(), model, ENDS_ALONE, {"ids": IDS, "target": target}, tolerance=1e-12)
+def check(model: Ends, target: Tensor = TARGET) -> Simulated:
+    return compared(model.double(), ENDS_ALONE, {"ids": IDS, "target": target}, tolerance=1e-12)
 
 
-def most_held(found: Comparison) -> int:
+def most_held(found: Simulated) -> int:
     """Of values that the lowered program computes, the most classes that one has."""
     values = [node.meta.get("val") for node in found.program.graph.nodes if node.op == "call_function"]
     return max(value.shape[-1] for value in values if isinstance(value, Tensor) and value.dim() > 1)
@@ -54,8 +54,8 @@ def most_held(found: Comparison) -> int:
 @pytest.mark.parametrize("tied", [False, True])
 def test_exact_and_no_rank_has_whole_logits(tied: bool) -> None:
     found = check(Ends(tied=tied))
-    assert found.forward == {("tp", "all_reduce"): 4}  # of the embedding; maximum, sum and label's logit
-    assert found.backward == {"all_reduce": 1}  # what the head gives back
+    assert found.sent == {"tp": {"all_reduce": 4}}  # of the embedding; maximum, sum and label's logit
+    assert sent_backward(found) == {"all_reduce": 1}  # what the head gives back
     assert most_held(found) == CLASSES // 2
     assert not found.report.events_of(Gathered)
 
@@ -76,7 +76,7 @@ def test_settings_of_the_loss(case: str) -> None:
     ignored = CASES[case].get("ignore_index", -100)
     found = check(Ends(**CASES[case]), torch.where(TARGET == -100, ignored, TARGET))
     is_smoothed = "label_smoothing" in CASES[case]
-    assert found.forward == {("tp", "all_reduce"): 5 if is_smoothed else 4}
+    assert found.sent == {"tp": {"all_reduce": 5 if is_smoothed else 4}}
     assert most_held(found) == CLASSES // 2
 
 
@@ -111,19 +111,19 @@ def test_log_probabilities_need_no_whole_logits(case: str) -> None:
         read(model.lm_head(torch.tanh(model.embed_tokens(ids))), target % CLASSES).square().sum()
     )
     found = check(model)
-    assert found.forward == {("tp", "all_reduce"): 1 + sent}
+    assert found.sent == {"tp": {"all_reduce": 1 + sent}}
     assert most_held(found) == CLASSES // 2
     assert not found.report.events_of(Gathered)
 
 
-def assert_gathered(found: Comparison) -> None:
+def assert_gathered(found: Simulated) -> None:
     (event,) = found.report.events_of(Gathered)
     assert "aten::cross_entropy_loss: its index d1 must be whole (1,920 bytes" in str(event)
 
 
 def test_class_weights_are_refused_and_gathered_with_a_line_in_the_report() -> None:
     found = check(Ends(weight=torch.rand(CLASSES, dtype=torch.float64)))
-    assert found.forward == Counter({("tp", "all_reduce"): 1, ("tp", "all_gather_into_tensor"): 1})
+    assert found.sent == {"tp": {"all_reduce": 1, "all_gather": 1}}
     assert_gathered(found)
 
 
@@ -133,7 +133,7 @@ def test_class_probabilities_are_gathered() -> None:
         model.lm_head(model.embed_tokens(ids)).flatten(0, 1), target
     )
     found = check(model, target)
-    assert found.forward[("tp", "all_gather_into_tensor")] == 1
+    assert found.sent["tp"]["all_gather"] == 1
     assert_gathered(found)
 
 
@@ -143,7 +143,12 @@ def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
 
 
 def test_a_model_without_these_ends() -> None:
-    model = nn.Linear(4, 4)
+
+    class Squared(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().sum()
+
+    model, given = Squared(4, 4).double(), {"x": torch.randn(3, 4, dtype=torch.float64)}
     plan = Parallelism(
         "ends",
         axis="tp",
@@ -151,12 +156,10 @@ def test_a_model_without_these_ends() -> None:
         rules=[VOCABULARY],
         layouts=tuple(VOCABULARY_LAYOUTS),
     )
-    x = torch.randn(3, 4, dtype=torch.float64)
-    model.double()
-    assert not compared(lambda x: model(x).square().sum(), model, plan, {"x": x}).forward
+    assert compared(model, plan, given).sent == {"tp": {}}
     strict = Parallelism("ends", axis="tp", place={param("*lm_head.weight"): Shard(0)})
     with pytest.raises(FxRewriteError, match="matches nothing"):
-        compared(lambda x: model(x).square().sum(), model, strict, {"x": x})
+        compared(model, strict, given)
 
 
 class Bags(nn.Module):
@@ -180,9 +183,9 @@ class Bags(nn.Module):
 def test_bags(mode: str, settings: dict[str, Any]) -> None:
     """A row of each bag is sent, and not the table."""
     model = Bags(mode=mode, **settings).double()
-    found = compared(model, model, ENDS_ALONE, {"ids": IDS}, tolerance=1e-12)
-    assert found.forward == {("tp", "all_reduce"): 1}
-    assert found.backward == ({"all_reduce": 1} if mode == "sum" else {})  # of the scales' gradient
+    found = compared(model, ENDS_ALONE, {"ids": IDS}, tolerance=1e-12)
+    assert found.sent == {"tp": {"all_reduce": 1}}
+    assert sent_backward(found) == ({"all_reduce": 1} if mode == "sum" else {})  # of the scales' gradient
     assert not found.report.events_of(Gathered)
 
 
