@@ -28,6 +28,7 @@ from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
 from rules.masks.expressions import MaskExpression
 from rules.masks.tiles import MASK_TILES
+from tests.rewriting import check_left_alone, check_stages
 from tests.rules.attention.cases import LOW, B, H, S, dense_values, results as results_of
 
 pytestmark = pytest.mark.usefixtures("three_rows_a_block")
@@ -199,16 +200,13 @@ def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_stays_says_why(case: str) -> None:
     attend, why = REFUSED[case]
-    gm = traced(attend, [*operands(), *data(learned=case == "a gradient")])
-    assert not BY_ROWS.apply(gm).rewrites
-    assert why in str(BY_ROWS.once().explain(gm, "masks.attend_by_rows"))
+    given = [*operands(), *data(learned=case == "a gradient")]
+    check_left_alone(BY_ROWS, "masks.attend_by_rows", traced(attend, given), given, why)
 
 
 def test_graph(fx_snapshot: Any) -> None:
     gm = traced(attend_with(READABLE["causal and padding"]), [*operands(), *data()])
-    assert gm == fx_snapshot(name="before")
-    BY_ROWS.apply(gm)
-    assert gm == fx_snapshot(name="after")
+    check_stages(gm, fx_snapshot, after=BY_ROWS)
 
 
 def arguments(dtype: torch.dtype = torch.float64, softcap: float = 0.0) -> tuple[Any, ...]:

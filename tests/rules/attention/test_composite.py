@@ -17,7 +17,7 @@ from fxrewrite import Report, RuleSet, normalize
 from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED
 from tests.dynamo import caught
-from tests.rewriting import count, value_and_gradients
+from tests.rewriting import check_stages, count, value_and_gradients
 
 Function = Callable[..., torch.Tensor]
 B, H, L, E = 2, 4, 6, 8
@@ -716,10 +716,7 @@ SNAPSHOTS = {
 @pytest.mark.parametrize("name", SNAPSHOTS)
 def test_before_and_after(name: str, fx_snapshot: Any) -> None:
     _, function, args = spelling(SNAPSHOTS[name])
-    gm, _ = traced(function, args)
-    assert gm == fx_snapshot(name="before")
-    ATTENTION.apply(gm)
-    assert gm == fx_snapshot(name="after")
+    check_stages(traced(function, args)[0], fx_snapshot, after=ATTENTION)
 
 
 def test_a_mask_of_fewer_digits_keeps_them_in_rows_that_keep_no_key() -> None:

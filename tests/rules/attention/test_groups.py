@@ -16,6 +16,7 @@ from fxrewrite.ops import bind
 from rules.attention.composite import ATTENTION_UNBIASED
 from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS, share_heads
 from rules.attention.operator import RAISE_ATTENTION, attentions
+from tests.rewriting import check_left_alone, check_stages
 from tests.rules.attention.cases import results
 
 B, H, KV, S, D = 2, 6, 2, 5, 4
@@ -96,10 +97,7 @@ def test_repeats_are_shared(name: str) -> None:
 
 
 def test_graph(fx_snapshot: Any) -> None:
-    gm = traced(SHARED["expanded"][0], operands())
-    assert gm == fx_snapshot(name="before")
-    RULES.apply(gm)
-    assert gm == fx_snapshot(name="after")
+    check_stages(traced(SHARED["expanded"][0], operands()), fx_snapshot, after=RULES)
 
 
 LEFT: dict[str, Function] = {
@@ -114,13 +112,8 @@ LEFT: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_no_repeat_of_both_is_left_alone(name: str) -> None:
-    gm = traced(LEFT[name], operands())
-    assert not RULES.apply(gm).rewrites
-
-
-def test_other_numbers_of_heads_are_said() -> None:
-    gm = traced(LEFT["other numbers of heads"], operands())
-    assert "k and v are not repeats of the same number of heads" in str(share_heads.explain(gm))
+    why = "k and v are not repeats of the same number of heads" if name == "other numbers of heads" else ""
+    check_left_alone(RULES, share_heads.id, traced(LEFT[name], operands()), operands(), why)
 
 
 REPEATED: dict[str, tuple[torch.dtype, bool, str, int]] = {

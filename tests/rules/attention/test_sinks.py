@@ -11,7 +11,7 @@ import torch
 from fxrewrite import DeadCode, RuleSet
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
-from tests.rewriting import traced
+from tests.rewriting import check_left_alone, check_stages, traced
 from tests.rules.attention.cases import LOW, B, D, H, S, added, dense_values, kept, results
 
 pytestmark = pytest.mark.usefixtures("three_rows_a_block")
@@ -127,9 +127,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_stays_says_why(case: str) -> None:
     attend, why = REFUSED[case]
-    gm = traced(attend, *operands())
-    assert not RULES.apply(gm).rewrites
-    assert why in str(ATTENTION_UNBIASED.once().explain(gm, "attention.fuse_sinks"))
+    check_left_alone(RULES, "attention.fuse_sinks", attend, operands(), why)
 
 
 def test_heads_in_the_batch_are_those_of_one_sequence() -> None:
@@ -145,12 +143,8 @@ def test_heads_in_the_batch_are_those_of_one_sequence() -> None:
 
 
 def test_graph(fx_snapshot: Any) -> None:
-    gm = traced(shifted, *operands())
-    assert gm == fx_snapshot(name="before")
-    RuleSet("fuse", DeadCode(), ATTENTION_UNBIASED).apply(gm)
-    assert gm == fx_snapshot(name="one operator")
-    BY_ROWS.apply(gm)
-    assert gm == fx_snapshot(name="by rows")
+    fuse = RuleSet("fuse", DeadCode(), ATTENTION_UNBIASED)
+    check_stages(traced(shifted, *operands()), fx_snapshot, **{"one operator": fuse, "by rows": BY_ROWS})
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own

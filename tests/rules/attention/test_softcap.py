@@ -18,7 +18,7 @@ from rules.attention.flex import flex_rules
 from rules.attention.flex_operator import FLEX_ATTENTION
 from rules.attention.groups import SHARE_HEADS
 from rules.attention.operator import ATTEND, LOWER_ATTENTION, attentions
-from tests.rewriting import traced
+from tests.rewriting import check_stages, traced
 from tests.rules.attention.cases import LOW, B, D, H, S, added, dense_values, kept, results
 
 pytestmark = pytest.mark.usefixtures("three_rows_a_block")
@@ -214,12 +214,7 @@ def test_what_the_operator_refuses() -> None:
 
 
 def test_graph(fx_snapshot: Any) -> None:
-    gm = traced(gemma2, *operands())
-    assert gm == fx_snapshot(name="before")
-    FUSE.apply(gm)
-    assert gm == fx_snapshot(name="one operator")
-    BY_ROWS.apply(gm)
-    assert gm == fx_snapshot(name="by rows")
+    check_stages(traced(gemma2, *operands()), fx_snapshot, **{"one operator": FUSE, "by rows": BY_ROWS})
 
 
 def test_a_mask_of_a_wider_dtype_is_added_as_it_is() -> None:

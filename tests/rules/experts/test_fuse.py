@@ -29,6 +29,7 @@ from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.experts.fuse import FuseSlots
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.layouts import LAYOUTS
+from tests.rewriting import check_stages
 
 assert moe  # it registers the grouped product of float64
 grouped_product = torch.ops.transformers.grouped_mm_fallback
@@ -123,12 +124,7 @@ SLOTWISE = "rules.experts.slots.slotwise"
 
 
 def test_before_and_after(fx_snapshot: Any) -> None:
-    gm = graph_of(experts())
-    assert gm == fx_snapshot(name="before")
-    FUSE.apply(gm)
-    assert gm == fx_snapshot(name="after")
-    WRITE_OUT_SLOTS.apply(gm)
-    assert gm == fx_snapshot(name="written_out")
+    check_stages(graph_of(experts()), fx_snapshot, after=FUSE, written_out=WRITE_OUT_SLOTS)
 
 
 @pytest.mark.parametrize(

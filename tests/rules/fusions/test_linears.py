@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
 from rules.fusions.linears import LINEARS, STACKED_LINEARS
+from tests.rewriting import check_left_alone, check_stages
 
 Forward = Callable[[Any, torch.Tensor], Any]
 D = 8
@@ -105,30 +106,27 @@ def test_stacked_once(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "reason"),
+    ("rule", "forward", "reason"),
     [
-        (lambda m, x: m.q(x).relu(), "sibling"),
+        ("merge", lambda m, x: m.q(x).relu(), "sibling"),
         (
+            "merge",
             lambda m, x: (m.q(x), F.linear(x, m.k.weight * 2)),
             "expected a parameter at root.weight, found aten::mul (%mul)",
         ),
-        (lambda m, x: (F.linear(x, m.q.weight), F.linear(x, m.vector)), "w has rank 1"),
+        ("merge", lambda m, x: (F.linear(x, m.q.weight), F.linear(x, m.vector)), "w has rank 1"),
+        (
+            "merge_biased",
+            lambda m, x: (F.linear(x, m.q.weight, m.one), F.linear(x, m.k.weight, m.one)),
+            "size(b, 0) is 1",
+        ),
     ],
 )
-def test_leaves_alone(forward: Forward, reason: str) -> None:
+def test_leaves_alone(rule: str, forward: Forward, reason: str) -> None:
     model = Model(forward)
-    model.vector = nn.Parameter(torch.rand(D))
-    gm, _ = exported(model.float(), torch.float32)
-    assert LINEARS.apply(gm).rewrites == 0
-    assert reason in str(LINEARS.once().explain(gm, "linears.merge"))
-
-
-def test_leaves_a_bias_alone_that_is_broadcast() -> None:
-    model = Model(lambda m, x: (F.linear(x, m.q.weight, m.one), F.linear(x, m.k.weight, m.one)))
-    model.one = nn.Parameter(torch.rand(1))
-    gm, _ = exported(model.float(), torch.float32)
-    assert LINEARS.apply(gm).rewrites == 0
-    assert "size(b, 0) is 1" in str(LINEARS.once().explain(gm, "linears.merge_biased"))
+    model.vector, model.one = nn.Parameter(torch.rand(D)), nn.Parameter(torch.rand(1))
+    gm, x = exported(model.float(), torch.float32)
+    check_left_alone(LINEARS, f"linears.{rule}", gm, [x], reason)
 
 
 def test_refuses_weights_of_several_dtypes() -> None:
@@ -144,7 +142,4 @@ def test_refuses_weights_of_several_dtypes() -> None:
 
 def test_before_and_after(fx_snapshot: Any) -> None:
     model = Model(lambda m, x: F.silu(m.q(x)) * m.k(x).sum() + m.v(x).sum(), (True, False, False))
-    gm, _ = exported(model.double())
-    assert gm == fx_snapshot(name="before")
-    LINEARS.apply(gm)
-    assert gm == fx_snapshot(name="after")
+    check_stages(exported(model.double())[0], fx_snapshot, after=LINEARS)
