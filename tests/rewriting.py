@@ -35,6 +35,13 @@ def traced(
     return make_fx(of_inputs, tracing_mode=mode, pre_dispatch=True)(*inputs)
 
 
+def exported(model: torch.nn.Module, *inputs: torch.Tensor, **how: Any) -> fx.GraphModule:
+    """The module that torch.export makes, which has its parameters."""
+    gm = torch.export.export(model, inputs, **how).module()
+    assert isinstance(gm, fx.GraphModule)
+    return gm
+
+
 def state(gm: fx.GraphModule) -> list[Any]:
     """All that a rewrite that fails must leave as it was."""
     return [gm.code, *((n, n.name, n.args, dict(n.kwargs), dict(n.meta)) for n in gm.graph.nodes)]
@@ -60,8 +67,9 @@ def value_and_gradients(function: Callable[..., Any], args: Sequence[torch.Tenso
 
 
 def count(gm: fx.GraphModule, name: str) -> int:
-    """How many calls of an operator of ATen of this name the graph has."""
-    return sum(key(node) == f"aten::{name}" for node in gm.graph.nodes)
+    """How many calls of an operator the graph has: one of ATen of this name, or one with this key."""
+    wanted = name if "::" in name or "." in name else f"aten::{name}"
+    return sum(node.op == "call_function" and key(node) == wanted for node in gm.graph.nodes)
 
 
 def check_rewritten(

@@ -27,7 +27,7 @@ from fxrewrite import (
 )
 from fxrewrite.graph import Edit
 from fxrewrite.rule_file import RuleFileError, dump_rules, parse_rules
-from tests.rewriting import apply, made, state, targets
+from tests.rewriting import apply, exported, made, state, targets
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -64,16 +64,12 @@ class Twice(Joined):
         return super().forward(x) + super().forward(x + 1) + F.linear(x, self.up["a"].weight).sum()
 
 
-def exported(model: nn.Module, *inputs: torch.Tensor) -> fx.GraphModule:
-    gm = torch.export.export(model, inputs or (X,)).module()
-    assert isinstance(gm, fx.GraphModule)
-    return gm
-
-
-@pytest.mark.parametrize("trace", [exported, lambda model: fx.symbolic_trace(model.eval())], ids=["exported", "traced"])
+@pytest.mark.parametrize(
+    "trace", [exported, lambda model, _: fx.symbolic_trace(model.eval())], ids=["exported", "traced"]
+)
 def test_a_tensor_is_computed_once(trace: Any, fx_snapshot: Any) -> None:
     model = Joined()
-    gm = trace(model)
+    gm = trace(model, X)
     wanted = gm(X)
     report = apply(gm, joins())
     torch.testing.assert_close(gm(X), wanted)
@@ -94,7 +90,7 @@ def test_a_tensor_is_computed_once(trace: Any, fx_snapshot: Any) -> None:
 
 
 def test_equal_tensors_are_shared_and_what_is_read_stays() -> None:
-    gm = exported(Twice())
+    gm = exported(Twice(), X)
     wanted = gm(X)
     report = apply(gm, joins(name="weight"))
     assert report.rewrites == 2
@@ -289,7 +285,7 @@ gradients = false
 where     = ["rank(a) == 2", "rank(b) == 2", "same_dtype(a, b)", "size(x, -1) > 0"]
 """
     rules = parse_rules(text, "once.toml")
-    gm = exported(Twice())
+    gm = exported(Twice(), X)
     wanted = gm(X)
     report = rules.apply(gm)
     assert [event.attribute for event in report.events_of(ComputedOnce)] == ["up_join"]  # one for both

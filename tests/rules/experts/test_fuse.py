@@ -29,7 +29,7 @@ from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.experts.fuse import FuseSlots
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.layouts import LAYOUTS
-from tests.rewriting import check_stages
+from tests.rewriting import check_stages, count
 
 assert moe  # it registers the grouped product of float64
 grouped_product = torch.ops.transformers.grouped_mm_fallback
@@ -101,10 +101,6 @@ def inputs() -> list[torch.Tensor]:
 
 def graph_of(function: Callable[..., Any]) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*inputs())
-
-
-def count(gm: fx.GraphModule, name: str) -> int:
-    return sum(node.op == "call_function" and key(node) == name for node in gm.graph.nodes)
 
 
 def results(gm: fx.GraphModule) -> list[torch.Tensor]:

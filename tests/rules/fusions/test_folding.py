@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from rules.fusions.folding import FOLDING
-from tests.rewriting import check_left_alone
+from tests.rewriting import check_left_alone, exported
 
 PRODUCTS: dict[str, tuple[nn.Module, int]] = {
     "Conv1d": (nn.Conv1d(4, 6, 3, padding="same"), 1),
@@ -30,12 +30,6 @@ def norm(dims: int, **options: Any) -> nn.Module:
     state = {name: torch.arange(6) / 8 + len(name) / 16 for name, v in made.state_dict().items() if v.ndim}
     made.load_state_dict(state, strict=False)
     return made
-
-
-def exported(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
-    gm = torch.export.export(model, (x,)).module()
-    assert isinstance(gm, fx.GraphModule)
-    return gm
 
 
 @pytest.mark.parametrize("case", PRODUCTS)

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
 from rules.fusions.linears import LINEARS, STACKED_LINEARS
-from tests.rewriting import check_left_alone, check_stages
+from tests.rewriting import check_left_alone, check_stages, exported
 
 Forward = Callable[[Any, torch.Tensor], Any]
 D = 8
@@ -47,11 +47,9 @@ CASES: dict[str, tuple[Model, dict[str, int]]] = {
 }
 
 
-def exported(model: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[fx.GraphModule, torch.Tensor]:
+def called(model: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[fx.GraphModule, torch.Tensor]:
     x = torch.randn(2, 3, D).to(dtype)
-    gm = torch.export.export(model, (x,), strict=False).module()
-    assert isinstance(gm, fx.GraphModule)
-    return gm, x
+    return exported(model, x), x
 
 
 def values_and_gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -74,7 +72,7 @@ def values_and_gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.T
 def test_one_linear(case: str, dtype: torch.dtype) -> None:
     model, rewrites = CASES[case]
     model = model.to(dtype)
-    gm, x = exported(model, dtype)
+    gm, x = called(model, dtype)
     before = sum(node.target is torch.ops.aten.linear.default for node in gm.graph.nodes)
     report = LINEARS.apply(gm)
     assert {e.rule.partition(".")[2]: e.rewrites for e in report.rules if e.rewrites} == rewrites
@@ -91,7 +89,7 @@ def test_one_linear(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_stacked_once(case: str) -> None:
     model, rewrites = CASES[case]
-    gm, x = exported(model.double())
+    gm, x = called(model.double())
     report = STACKED_LINEARS.apply(gm)
     assert {e.rule.partition(".stack")[2]: e.rewrites for e in report.rules if e.rewrites} == {
         name.removeprefix("merge"): count for name, count in rewrites.items()
@@ -125,7 +123,7 @@ def test_stacked_once(case: str) -> None:
 def test_leaves_alone(rule: str, forward: Forward, reason: str) -> None:
     model = Model(forward)
     model.vector, model.one = nn.Parameter(torch.rand(D)), nn.Parameter(torch.rand(1))
-    gm, x = exported(model.float(), torch.float32)
+    gm, x = called(model.float(), torch.float32)
     check_left_alone(LINEARS, f"linears.{rule}", gm, [x], reason)
 
 
@@ -133,7 +131,7 @@ def test_refuses_weights_of_several_dtypes() -> None:
     def autocast(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return m.q(x), m.k(x)
 
-    gm, _ = exported(Model(autocast).float(), torch.float32)
+    gm, _ = called(Model(autocast).float(), torch.float32)
     other = next(node for node in gm.graph.nodes if node.op == "get_attr" and "k" in str(node.target))
     other.meta["val"] = other.meta["val"].to(torch.bfloat16)  # what a graph traced under autocast can hold
     (refusal,) = LINEARS.apply(gm).refusals
@@ -142,4 +140,4 @@ def test_refuses_weights_of_several_dtypes() -> None:
 
 def test_before_and_after(fx_snapshot: Any) -> None:
     model = Model(lambda m, x: F.silu(m.q(x)) * m.k(x).sum() + m.v(x).sum(), (True, False, False))
-    check_stages(exported(model.double())[0], fx_snapshot, after=LINEARS)
+    check_stages(called(model.double())[0], fx_snapshot, after=LINEARS)
