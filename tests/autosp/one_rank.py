@@ -49,18 +49,28 @@ def differences(
 ) -> dict[str, float]:
     """How far `step`, made of the model, is from `like` (or the model itself): of the loss, and of the worst gradient.
 
-    Both start from one state of torch's random number generators. Differences are relative to the largest entry of all
-    gradients, and to the loss.
+    Both start from one state of torch's random number generators.
     """
     like = like or model
-    torch.manual_seed(0)
-    expected_loss = like(**inputs).loss
-    expected = torch.autograd.grad(expected_loss, list(like.parameters()))
+    return distance(loss_and_gradients(step, model, inputs), loss_and_gradients(like, like, inputs))
+
+
+Found = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""A loss, and a gradient for each parameter."""
+
+
+def loss_and_gradients(step: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]) -> Found:
+    """What `step`, made of the model, computes of the inputs."""
     torch.manual_seed(0)
     output = step(**inputs)
-    found_loss = output.loss if hasattr(output, "loss") else output[0]
-    found = torch.autograd.grad(found_loss, list(model.parameters()))
-    largest = max(grad.abs().max().item() for grad in expected)
-    worst = max((a.double() - b.double()).abs().max().item() for a, b in zip(found, expected, strict=True)) / largest
-    loss = expected_loss.item()
-    return {"loss": abs(found_loss.item() - loss) / abs(loss), "gradient": worst}
+    loss = output.loss if hasattr(output, "loss") else output[0]
+    return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def distance(found: Found, expected: Found) -> dict[str, float]:
+    """Of the loss, relative to it; and of the worst gradient, relative to the largest entry of all."""
+    largest = max(gradient.abs().max().item() for gradient in expected[1])
+    pairs = zip(found[1], expected[1], strict=True)
+    worst = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+    loss = (found[0].double() - expected[0].double()).abs() / expected[0].double().abs()
+    return {"loss": loss.item(), "gradient": worst / largest}

@@ -20,7 +20,14 @@ from torch._inductor import config as inductor_config
 from autosp_rules import AutoSPConfig, AutoSPReport
 from tests.autosp.models import batch, build, with_dropout
 from tests.autosp.one_device import captured, on_ranks
-from tests.autosp.one_rank import differences, one_rank_backend, one_rank_group
+from tests.autosp.one_rank import (
+    Found,
+    differences,
+    distance,
+    loss_and_gradients,
+    one_rank_backend,
+    one_rank_group,
+)
 from tests.gpu.figures import Figures, Setting
 
 CASES: dict[str, tuple[str, str, float]] = {
@@ -87,19 +94,9 @@ def _is_equal(found: dict[str, Any]) -> bool:
 
 def _simulated(case: str, attention: Any, setting: Setting) -> dict[str, Any]:
     model, inputs = _made(case, setting)
-    loss, gradients = _of_one_device(model, inputs)
-    found = _distance(_of_ranks(model, inputs, _config(case, attention=attention)), (loss, gradients))
+    expected = loss_and_gradients(model, model, inputs)
+    found: dict[str, Any] = dict(distance(_of_ranks(model, inputs, _config(case, attention=attention)), expected))
     return found | {"ranks": 4, "holds": _is_equal(found)}
-
-
-Found = tuple[torch.Tensor, list[torch.Tensor]]
-"""A loss, and a gradient for each parameter."""
-
-
-def _of_one_device(model: nn.Module, inputs: dict[str, Any]) -> Found:
-    torch.manual_seed(0)
-    loss = model(**inputs).loss
-    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def _of_ranks(model: nn.Module, inputs: dict[str, Any], config: AutoSPConfig) -> Found:
@@ -111,20 +108,12 @@ def _of_ranks(model: nn.Module, inputs: dict[str, Any], config: AutoSPConfig) ->
     return run.outputs[0][0].detach(), [gradient for gradient in gradients if gradient is not None]
 
 
-def _distance(found: Found, expected: Found) -> dict[str, Any]:
-    largest = max(gradient.abs().max().item() for gradient in expected[1])
-    pairs = zip(found[1], expected[1], strict=True)
-    worst = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
-    loss = (found[0].double() - expected[0].double()).abs() / expected[0].double().abs()
-    return {"loss": loss.item(), "gradient": worst / largest}
-
-
 def _in_bfloat16(setting: Setting) -> dict[str, Any]:
     wide, inputs = _made("Llama", setting)
     narrow = copy.deepcopy(wide).to(torch.bfloat16)
     wide.load_state_dict(narrow.state_dict())  # the same weights
-    exact = _of_one_device(wide, inputs)
-    one_device = _distance(_of_one_device(narrow, inputs), exact)
-    ours = _distance(_of_ranks(narrow, inputs, _config("Llama", attention="ulysses")), exact)
+    exact = loss_and_gradients(wide, wide, inputs)
+    one_device = distance(loss_and_gradients(narrow, narrow, inputs), exact)
+    ours = distance(_of_ranks(narrow, inputs, _config("Llama", attention="ulysses")), exact)
     holds = all(ours[what] <= 2 * one_device[what] + 1e-3 for what in ours)
     return {**ours, "one_device": one_device, "holds": holds}

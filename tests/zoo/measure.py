@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -102,6 +103,29 @@ class OneDevice:
     def loss_at(self) -> int:
         """The position of the loss among the graph's outputs."""
         return _loss_at(self.gm)
+
+    def errors(
+        self, losses: Sequence[torch.Tensor], found: Sequence[Sequence[torch.Tensor | None]], loss_tolerance: float
+    ) -> dict[str, Any]:
+        """The fields of a cell that say how far ranks are from one device.
+
+        Args:
+            losses: of the ranks.
+            found: of each input, the gradients that ranks have, or the one that all of them together have.
+            loss_tolerance: up to which the loss is exact.
+        """
+        loss_error = max(relative(loss, self.loss) for loss in losses)
+        floor = 1e-6 * max(grad.abs().max().item() for grad in self.grads.values() if grad is not None)
+        grad_error, worst = 0.0, ""
+        for value, of_value in zip(self.inputs, found, strict=True):
+            for grad in of_value if id(value) in self.grads else ():
+                want, zero = self.grads[id(value)], torch.zeros_like(value)
+                error = relative(zero if grad is None else grad, zero if want is None else want, floor)
+                if not error <= grad_error:
+                    grad_error, worst = error, self.names[id(value)]
+        is_exact = loss_error <= loss_tolerance and grad_error <= GRAD_TOLERANCE
+        status = "exact" if is_exact else "wrong"
+        return {"status": status, "loss_error": loss_error, "grad_error": grad_error, "worst": worst}
 
     def in_float64(self) -> OneDevice:
         """The same with float64 wherever the model has float32: in its casts, parameters and buffers.
@@ -216,25 +240,9 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
     """
     at = one_device.loss_at
     _, report, run = on_ranks(one_device.gm, one_device.inputs, num_ranks, one_device.config, backward=at)
-    loss_error = max(relative(outputs[at], one_device.loss) for outputs in run.outputs)
-    floor = 1e-6 * max(g.abs().max().item() for g in one_device.grads.values() if g is not None)
-    grad_error, worst = 0.0, ""
-    for value, grad in zip(one_device.inputs, run.gradients(), strict=True):
-        if id(value) not in one_device.grads:
-            continue
-        want, zero = one_device.grads[id(value)], torch.zeros_like(value)
-        error = relative(zero if grad is None else grad, zero if want is None else want, floor)
-        if not error <= grad_error:
-            grad_error, worst = error, one_device.names[id(value)]
-    exact = loss_error <= LOSS_TOLERANCE and grad_error <= GRAD_TOLERANCE
-    return {
-        "status": "exact" if exact else "wrong",
-        "loss_error": loss_error,
-        "grad_error": grad_error,
-        "worst": worst,
-        "sharded": bool(report.collectives),
-        "lines": list(report.lines),
-    }
+    found = [[grad] for grad in run.gradients()]
+    errors = one_device.errors([outputs[at] for outputs in run.outputs], found, LOSS_TOLERANCE)
+    return {**errors, "sharded": bool(report.collectives), "lines": list(report.lines)}
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fxrewrite.spmd import Gathered, Parallelism, Parallelisms, Replicate, Shard
 from fxrewrite.spmd.parallelism.expect import KINDS
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.parallel import ZERO3, from_transformers
-from tests.zoo.measure import ATTENTIONS, Cell, NotApplicable, OneDevice, line_of, on_one_device, relative
+from tests.zoo.measure import ATTENTIONS, Cell, NotApplicable, OneDevice, line_of, on_one_device
 from tests.zoo.models import inputs_of
 
 TOLERANCE = 1e-9
@@ -76,7 +77,7 @@ def compare_on_mesh(name: str, one_device: OneDevice, axes: Mapping[str, int]) -
     over = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     num_parts = mesh.get("dp", 1)
     parts = [one_device.inputs, *(_part(name, one_device, seed) for seed in range(3, 2 + num_parts))]
-    loss, expected = _on_one_device(one_device, parts)
+    expected = _of_parts(one_device, parts)
     is_cut = [num_parts > 1 and any(part[i] is not parts[0][i] for part in parts) for i in range(len(parts[0]))]
     given = [torch.cat([p[i] for p in parts]) if cut else parts[0][i] for i, cut in enumerate(is_cut)]
     program = normalized(one_device.gm)
@@ -92,24 +93,13 @@ def compare_on_mesh(name: str, one_device: OneDevice, axes: Mapping[str, int]) -
         )
     losses = [outputs[one_device.loss_at] for outputs in run.outputs]
     losses = [torch.stack(losses).mean()] if num_parts > 1 else losses
-    loss_error = max(relative(found, loss) for found in losses)
-    floor = 1e-6 * max(grad.abs().max().item() for grad in expected if grad is not None)
-    grad_error, worst = 0.0, ""
-    for i, (value, joined, want) in enumerate(zip(given, run.gradients(), expected, strict=True)):
-        if id(parts[0][i]) not in one_device.grads:
-            continue
-        is_whole = all(placement == Replicate() for placement in placements[i].values())
-        for found in [of_rank[i] for of_rank in run.grads] if is_whole else [joined]:
-            zero = torch.zeros_like(value)
-            error = relative(zero if found is None else found, zero if want is None else want, floor)
-            if not error <= grad_error:
-                grad_error, worst = error, one_device.names[id(parts[0][i])]
+    found = [
+        [of_rank[i] for of_rank in run.grads] if all(p == Replicate() for p in placements[i].values()) else [joined]
+        for i, joined in enumerate(run.gradients())
+    ]
     return {
-        "status": "exact" if loss_error <= TOLERANCE and grad_error <= TOLERANCE else "wrong",
-        "loss_error": loss_error,
-        "grad_error": grad_error,
-        "worst": worst,
-        "num_ranks": len(losses) if num_parts == 1 else len(run.outputs),
+        **expected.errors(losses, found, TOLERANCE),
+        "num_ranks": len(run.outputs),
         "over": over,
         "held": _held(one_device, placements, mesh),
         "sent": dict(Counter(node.meta["axis"] for node in program.graph.nodes if node.target in KINDS)),
@@ -136,12 +126,12 @@ def _part(name: str, one_device: OneDevice, seed: int) -> list[Any]:
     return [of[id(value)].to(value.dtype) if id(value) in of else value for value in one_device.inputs]
 
 
-def _on_one_device(one_device: OneDevice, parts: list[list[Any]]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The mean of the losses of the parts, and its gradient for each input."""
+def _of_parts(one_device: OneDevice, parts: list[list[Any]]) -> OneDevice:
+    """The same with the mean of the losses of the parts, and its gradients."""
     leaves = [value for value in parts[0] if id(value) in one_device.grads and value.requires_grad]
     torch.manual_seed(0)
     losses = [fx.Interpreter(one_device.gm).run(*part)[one_device.loss_at] for part in parts]
     loss = torch.stack(losses).mean()
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     of = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
-    return loss.detach(), [of.get(id(value)) for value in parts[0]]
+    return replace(one_device, loss=loss.detach(), grads={key: of.get(key) for key in one_device.grads})
