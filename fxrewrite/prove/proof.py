@@ -123,24 +123,39 @@ def _proof(rule: Rule) -> Proof:
     except NoCaseError as error:
         return Proof(rule.id, why_not=str(error))
     program: Program[Rule] = Program([(rule, rule.pattern)])
-    shown: dict[str, None] = {}
-    conditions: dict[str, None] = {}
-    assumptions: dict[str, None] = {}
-    proved: list[Case] = []
-    lengths: dict[str, set[int]] = {}
-    is_bitwise = is_general = True
+    so_far = _Proved(rule.id, len(found))
     for number, reading in enumerate(found):
         try:
             most = max(1, _CASES // len(found))
-            made = CaseSearch(rule, program, reading, number, most).found()
+            cases = CaseSearch(rule, program, reading, number, most).found()
         except NoCaseError as error:
             if 0 in reading.lists.values() and len(found) > 1:
                 continue  # few operators take an empty list, and the proof says for how many items it holds
             return Proof(rule.id, why_not=f"no graph to prove it on: {error}")
+        why_not = so_far.add(cases)
+        if why_not:
+            return Proof(rule.id, why_not=why_not, readings=len(found))
         for name, length in reading.lists.items():
-            lengths.setdefault(name, set()).add(length)
+            so_far.lengths.setdefault(name, set()).add(length)
+    return so_far.proof()
+
+
+class _Proved:
+    """What is proved of a rule so far, reading by reading."""
+
+    def __init__(self, rule: str, num_readings: int) -> None:
+        self._rule, self._num_readings = rule, num_readings
+        self._cases: list[Case] = []
+        self._conditions: dict[str, None] = {}
+        self._assumptions: dict[str, None] = {}
+        self._is_bitwise = self._is_general = True
+        self.lengths: dict[str, set[int]] = {}
+        """Of each list that is captured, how many items it had."""
+
+    def add(self, cases: Sequence[Case]) -> str:
+        """Adds the cases of a reading in which both sides are equal; returns why they are not in one, or in none."""
         undefined, kept = "", list[Case]()
-        for case in made:
+        for case in cases:
             outcome, *_ = _compared(case, is_real=False)  # without arithmetic: the same floating-point operations
             if outcome:
                 try:
@@ -148,37 +163,43 @@ def _proof(rule: Rule) -> Proof:
                 except UndefinedError as error:  # equal of no input at all says nothing
                     undefined = f"the original needs {error}, with {case.shown}"
                     continue
-                is_bitwise = False
-                assumptions |= dict.fromkeys(assumed)
+                self._is_bitwise = False
+                self._assumptions |= dict.fromkeys(assumed)
             if outcome:
-                return Proof(rule.id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
-            shown[case.shown] = None
+                return f"{outcome}, with {case.shown}"
             kept.append(case)
-            conditions |= dict.fromkeys(case.conditions)
+            self._conditions |= dict.fromkeys(case.conditions)
         if not kept:
-            return Proof(rule.id, why_not=f"no graph to prove it on: {undefined}", readings=len(found))
-        is_general &= any(case.is_open for case in kept)  # now, since decompositions ask for more
-        proved += kept
-    if not is_general:
-        return Proof(rule.id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
-    equal = _equal_literals(proved)
-    if equal:
-        return Proof(rule.id, why_not=f"{equal} are equal in every case: {'; '.join(shown)}", readings=len(found))
-    return Proof(
-        rule.id,
-        strength="bitwise" if is_bitwise else "over the reals",
-        cases=tuple(shown),
-        conditions=tuple(conditions),
-        assumptions=tuple(assumptions),
-        readings=len(found),
-        dtypes=tuple(sorted({ops.dtype_name(fake.dtype) for case in proved for fake in case.inputs})),
-        ranks=tuple(sorted({fake.ndim for case in proved for fake in case.inputs})),
-        literals=(
-            *(f"{n}={_either(v)}" for n, v in _literals(proved).items()),
-            *(f"{_either(sorted(counts))} items of {name}" for name, counts in sorted(lengths.items())),
-            *(f"{n} empty" for n in sorted(set.intersection(*(case.empty for case in proved)))),
-        ),
-    )
+            return f"no graph to prove it on: {undefined}"
+        self._is_general &= any(case.is_open for case in kept)  # now, since decompositions ask for more
+        self._cases += kept
+        return ""
+
+    def proof(self) -> Proof:
+        """The proof, where every reading was added."""
+        shown = tuple(dict.fromkeys(case.shown for case in self._cases))
+        if not self._is_general:
+            why_not = f"equal for some shapes alone: {'; '.join(shown)}"
+            return Proof(self._rule, why_not=why_not, readings=self._num_readings)
+        equal = _equal_literals(self._cases)
+        if equal:
+            why_not = f"{equal} are equal in every case: {'; '.join(shown)}"
+            return Proof(self._rule, why_not=why_not, readings=self._num_readings)
+        return Proof(
+            self._rule,
+            strength="bitwise" if self._is_bitwise else "over the reals",
+            cases=shown,
+            conditions=tuple(self._conditions),
+            assumptions=tuple(self._assumptions),
+            readings=self._num_readings,
+            dtypes=tuple(sorted({ops.dtype_name(fake.dtype) for case in self._cases for fake in case.inputs})),
+            ranks=tuple(sorted({fake.ndim for case in self._cases for fake in case.inputs})),
+            literals=(
+                *(f"{n}={_either(v)}" for n, v in _literals(self._cases).items()),
+                *(f"{_either(sorted(counts))} items of {name}" for name, counts in sorted(self.lengths.items())),
+                *(f"{n} empty" for n in sorted(set.intersection(*(case.empty for case in self._cases)))),
+            ),
+        )
 
 
 def _literals(proved: Sequence[Case]) -> dict[str, list[str]]:
