@@ -39,6 +39,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Match, Pattern, RefusedError, Rule, RuleSet, cap, op, refuse, where
+from fxrewrite.graph import reached
 from fxrewrite.ops import bind, fake_value, key
 from fxrewrite.spmd import (
     COLLECTIVES,
@@ -163,16 +164,12 @@ def _has_experts_in_shards(body: SlotBody, operands: list[fx.Node]) -> bool | st
 
 def _is_of_shards(node: fx.Node) -> bool:
     """Whether a value is held as Shard(0), or is computed of such values alone: a cast, the sum with an adapter."""
-    todo, seen = [node], set[fx.Node]()
-    while todo:
-        read = todo.pop()
-        is_computed = read.op == "call_function" and read.target is not redistribute and read.all_input_nodes
-        if is_computed and held_as(read) is None:
-            todo += [operand for operand in read.all_input_nodes if operand not in seen]
-            seen.update(read.all_input_nodes)
-        elif held_as(read) != Shard(0):
-            return False
-    return True
+
+    def computed_of(read: fx.Node) -> Sequence[fx.Node]:
+        is_computed = read.op == "call_function" and read.target is not redistribute
+        return read.all_input_nodes if is_computed and held_as(read) is None else ()
+
+    return all(computed_of(read) or held_as(read) == Shard(0) for read in reached([node], computed_of))
 
 
 @where.predicate("root", "body", text="is_sum_of_tokens")

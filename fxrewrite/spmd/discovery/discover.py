@@ -84,9 +84,7 @@ class Comparison:
         return f"registered as {self.rule}\n  {verdict}"
 
 
-def discover(
-    target: Any, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *, seed: int = 0
-) -> Discovery:
+def discover(target: Any, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None) -> Discovery:
     """Find by experiment which dimensions of an operator are independent.
 
     Args:
@@ -94,13 +92,12 @@ def discover(
         args: arguments with a `TensorSpec` for each tensor; without them, likely ones are tried. Use sizes that differ
             where dimensions are unrelated: equal ones may be one index.
         kwargs: further ones by keyword.
-        seed: of the numbers drawn.
 
     Raises:
         SampleError: the operator cannot be called so, draws random numbers, writes to its arguments, or gives no
             tensor.
     """
-    trial = _callable(target, args, kwargs or {}, seed)
+    trial = _callable(target, args, kwargs or {})
     writer = Proposal(trial, find_indices(trial))
     notation, notes = writer.write()
     indices = [index for index in writer.indices if index.operands.isdisjoint(writer.broadcast)]
@@ -114,7 +111,7 @@ def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
         return None
     text = f"{rule.id}: {rule.says()}"
     try:
-        call, rule, indices = rules.of(OperatorCall(found.target, (), drawn(found.sample, 0)).traced())
+        call, rule, indices = rules.of(OperatorCall(found.target, (), drawn(found.sample)).traced())
     except RuntimeError as error:  # as where data decide how many entries a result has
         return Comparison(text, unknown=f"it has no fake value: {named_line(error)}")
     if indices is None:
@@ -146,7 +143,7 @@ def compare(found: Discovery, rules: LayoutRules) -> Comparison | None:
     return Comparison(text, groups[0], groups[1], groups[2])
 
 
-def _callable(target: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any], seed: int) -> SliceTrial:
+def _callable(target: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> SliceTrial:
     """The first overload that takes the arguments; where they are guessed, that with most tensors, and most to find."""
     overloads = _overloads(target)
     given = args is not None or bool(kwargs)
@@ -158,7 +155,7 @@ def _callable(target: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any]
         samples = [dict(zip(names, args or (), strict=False)) | dict(kwargs)] if given else list(guesses(overload))
         for sample in samples:
             try:
-                trial = SliceTrial(overload, sample, seed)
+                trial = SliceTrial(overload, sample)
             except SampleError as error:
                 refused = refused or error
                 continue

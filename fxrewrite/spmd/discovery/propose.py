@@ -136,7 +136,7 @@ class Proposal:
 
         sample = pytree.tree_map(resized, self.trial.sample)
         try:
-            trial = SliceTrial(self.trial.target, sample, self.trial.seed)
+            trial = SliceTrial(self.trial.target, sample)
             return Proposal(trial, find_indices(trial)).text(len(sizes))
         except Exception:  # noqa: BLE001  # whatever it is, the operator does not take these shapes
             return None
@@ -148,9 +148,7 @@ class Proposal:
         if types.get(name) != "Optional[Tensor]":
             return False
         try:
-            trial = SliceTrial(
-                self.trial.target, {n: v for n, v in self.trial.sample.items() if n != name}, self.trial.seed
-            )
+            trial = SliceTrial(self.trial.target, {n: v for n, v in self.trial.sample.items() if n != name})
         except Exception:  # noqa: BLE001  # whatever it is, the operator needs it
             return False
         found = {(i.kind, i.operands, i.results) for i in find_indices(trial) if i.kind != "whole"}

@@ -55,11 +55,10 @@ class NotIndependentError(Exception):
 class SliceTrial:
     """An operator with one sample of arguments, run whole once and then on slices."""
 
-    def __init__(self, target: torch._ops.OpOverload, sample: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, target: torch._ops.OpOverload, sample: Mapping[str, Any]) -> None:
         self.target = target
         self.sample = {a.name: sample[a.name] for a in target._schema.arguments if a.name in sample}
-        self.seed = seed
-        flat, self.spec = pytree.tree_flatten_with_path(drawn(self.sample, seed))
+        flat, self.spec = pytree.tree_flatten_with_path(drawn(self.sample))
         self.arguments = [(_argument_name(path), leaf) for path, leaf in flat]
         self.leaves = [leaf for _, leaf in self.arguments]
         tensors = [(name, leaf) for name, leaf in self.arguments if isinstance(leaf, torch.Tensor)]
@@ -68,7 +67,7 @@ class SliceTrial:
         if not tensors:
             raise SampleError(f"{ops.key(target)} is given no tensor; only tensors can be sharded")
         results = self.run(self.operands, {})
-        generator = torch.Generator().manual_seed(seed + 1)
+        generator = torch.Generator().manual_seed(1)
         self.weights = [
             torch.randn(r.shape, dtype=r.dtype, generator=generator) if ops.is_inexact(r) else None for r in results
         ]
@@ -89,7 +88,7 @@ class SliceTrial:
 
     def is_unread(self, operand: int) -> bool:
         """Whether other numbers in an operand change nothing."""
-        leaves = pytree.tree_leaves(drawn(self.sample, self.seed + 1))
+        leaves = pytree.tree_leaves(drawn(self.sample, 1))
         other = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][operand]
         for numbers in (other, torch.zeros_like(other)):
             operands = [numbers if k == operand else x for k, x in enumerate(self.operands)]
@@ -329,7 +328,7 @@ def _whole(
     return indices
 
 
-def drawn(sample: Any, seed: int) -> Any:
+def drawn(sample: Any, seed: int = 0) -> Any:
     """The sample with its tensors drawn."""
     generator = torch.Generator().manual_seed(seed)
     return pytree.tree_map(lambda leaf: leaf.draw(generator) if isinstance(leaf, TensorSpec) else leaf, sample)
