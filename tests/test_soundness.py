@@ -547,3 +547,13 @@ def test_a_constraint_reads_none_that_anything_matched():
     assert RuleSet("s", clamped).apply(gm).rewrites == 1
     verdict = clamped.verify(samples=16)
     assert verdict.ok, verdict
+
+
+def test_a_method_whose_schema_has_another_argument_first_is_read_as_it_is_called() -> None:
+    select = made(lambda c, x, y: torch.where(c, x, y), lambda c, x, y: (c & x) | (~c & y))
+    gm = fx.symbolic_trace(lambda a, b, c: a.where(b, c))
+    bits = torch.arange(8)
+    inputs = bits % 2 > 0, bits // 2 % 2 > 0, bits // 4 > 0
+    expected = gm(*inputs)
+    assert RuleSet("s", select).apply(gm).rewrites == 1
+    assert torch.equal(gm(*inputs), expected)

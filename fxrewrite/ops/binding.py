@@ -388,7 +388,8 @@ def _forms(target: Any, keywords: tuple[str, ...]) -> list[_Form] | None:
         by_keyword = {"memory_format": "memory_format"}
         return [_Form(cast, ["self"], by_keyword, defaults, ["dtype"], tuple(_conversions(cast, {})))]
     schemas = _candidates(target, keywords)
-    return None if schemas is None else [_schema_form(schema) for schema in schemas]
+    is_method = isinstance(target, str) or hasattr(target, "__objclass__")
+    return None if schemas is None else [_schema_form(schema, is_method=is_method) for schema in schemas]
 
 
 def _fitted(form: _Form, count: int, keywords: tuple[str, ...], rest: int | None) -> Signature | str:
@@ -438,16 +439,22 @@ def _candidates(target: Any, keywords: tuple[str, ...]) -> tuple[Schema, ...] | 
     return schemas_of(getattr(torch.ops.aten, name), "out" in keywords)
 
 
-def _schema_form(schema: Schema) -> _Form:
-    """Returns how a function whose arguments are those of the schema is called; bindings of torch rename some."""
+def _schema_form(schema: Schema, *, is_method: bool = False) -> _Form:
+    """Returns how a function whose arguments are those of the schema is called; bindings of torch rename some.
+
+    A method is called with `self` first, wherever the schema has it: `x.where(condition, y)`.
+    """
     names = schema.names
+    positional = [parameter.name for parameter in schema.parameters if not parameter.keyword_only]
+    if is_method and "self" in positional:
+        positional = ["self", *(name for name in positional if name != "self")]
     renamed = {keyword: name for keyword, name in RENAMED_KEYWORDS.items() if name in names}
     for name in names:
         if name.startswith("split_size"):  # `torch.split` has one name for the argument that is two in ATen
             renamed |= dict.fromkeys(("split_size", "split_size_or_sections"), name)
     return _Form(
         schema=schema,
-        positional=[parameter.name for parameter in schema.parameters if not parameter.keyword_only],
+        positional=positional,
         keywords={**renamed, **{name: name for name in names}},
         defaults=schema.defaults,
         given=(),

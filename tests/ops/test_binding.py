@@ -37,6 +37,15 @@ def test_one_binding_for_every_spelling(bound: dict) -> None:
     assert list(bound) == ["self", "dim", "dtype"]
 
 
+@pytest.mark.parametrize("method", ["where", torch.Tensor.where], ids=["by_name", "function"])
+def test_a_method_takes_self_first_wherever_the_schema_has_it(method) -> None:
+    condition = graph.placeholder("condition")
+    expected = bind(torch.where, condition, X, Y)
+    assert bind(method, X, condition, Y) == bind(method, X, condition, other=Y) == expected
+    assert bind(aten.where.self, condition, X, Y) == expected
+    assert bind("polygamma", X, 2) == bind(torch.polygamma, 2, X) == {"n": 2, "self": X}
+
+
 @pytest.mark.parametrize(
     "bound",
     [
