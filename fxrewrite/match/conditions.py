@@ -26,6 +26,7 @@ from fxrewrite.match.values import (
     call_signature,
     is_same,
     literal_outcomes,
+    rank_of,
 )
 from fxrewrite.pattern.terms import freeze, holds
 
@@ -41,6 +42,7 @@ NAMES: Mapping[str, Any] = MappingProxyType(
         "is_scalar": ops.is_scalar,
         "key": ops.key,
         "outcomes": literal_outcomes,
+        "rank_of": rank_of,
         **NAMES_OF_SIZES,
     }
 )
@@ -156,6 +158,8 @@ HAS_ITEMS = Kind(
     Reason.LITERAL, "a list of {0} or more at {path}", "isinstance({v}, (list, tuple)) and len({v}) >= {0}"
 )
 """A list or tuple of this length or more."""
+HAS_RANK = Kind(Reason.CAPTURE, "a tensor of rank {0} to {1} at {path}", "{0} <= rank_of({v}) <= {1}")
+"""A value of the graph that is known to have one of these ranks."""
 IS_SIZE_CALL = Kind(Reason.LITERAL, "a call that reads size {0} of a value at {path}", "is_size_call({v}, {0})")
 """A node that reads the size of this dimension of its first operand."""
 IS_SAME = Kind(Reason.SAME, "the same value at {path} as at {0}", "is_same({v}, {0})")

@@ -18,6 +18,7 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match.conditions import (
     ARGUMENTS,
     HAS_ITEMS,
+    HAS_RANK,
     IS_ANOTHER,
     IS_LIST,
     IS_LITERAL,
@@ -55,11 +56,12 @@ from fxrewrite.pattern.terms import (
     part_of,
     reflected,
     subterms,
+    twins,
     with_sizes,
 )
 from fxrewrite.pattern.text import term_text
 
-MAX_VARIANTS = 512
+MAX_VARIANTS = 1024
 """Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
 
 
@@ -206,6 +208,10 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
         for other in (in_steps(term), with_sizes(term), *reflected(term)):
             if other is not None:
                 yield from _read_operator(other, path)
+        for other, name, ranks in twins(term):
+            needed = _Part((HAS_RANK(path / name, *ranks),)) if ranks else _Part()
+            for part in _read_operator(other, path):
+                yield part + needed
     elif isinstance(term, Capture):
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))

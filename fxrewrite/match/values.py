@@ -6,7 +6,8 @@ output nodes are chosen, every path names one value, so a failing alternative le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set as AbstractSet
+import itertools
+from collections.abc import Iterable, Iterator, Set as AbstractSet
 from typing import Any
 
 import torch
@@ -125,34 +126,51 @@ def as_number(value: Any, repeats: int) -> Any:
     return value[0] if is_list and all(is_same(item, value[0]) for item in value) else value
 
 
-def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
-    """Yields the literals that a part of `parent` may equal; the matcher looks them up among the literals of all rules.
+def rank_of(value: Any) -> int:
+    """Returns the rank of a tensor of the graph; -1 if it is not known."""
+    tensor = ops.value(value) if isinstance(value, fx.Node) else None
+    return tensor.ndim if isinstance(tensor, torch.Tensor) else -1
 
-    If the rank is known, a dimension has two names: counted from the front and from the back.
+
+def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterable[Any]:
+    """Returns the literals that a part of `parent` may equal, which are looked up among the literals of all rules.
+
+    If the rank is known, a dimension has two names: counted from the front and from the back. Where an operand is known
+    to be of floating-point numbers, 2 and 2.0 are one number.
     """
     if value is ABSENT or holds(value, fx.Node):
-        return
-    yield frozen(value)
+        return ()
     if step in ops.DIM_ARGUMENTS:
-        other = _other_dims(value, parent)
-        if other is not None:
-            yield frozen(other)
+        return dict.fromkeys(map(frozen, (value, *_other_dims(value, parent))))
+    other = ops.same_number(value) if type(value) in (int, float) else None
+    return (frozen(value), frozen(other)) if other is not None and _is_of_floats(parent) else (frozen(value),)
 
 
-def _other_dims(value: Any, node: Any) -> Any:
-    """Returns the dimension, or list of dimensions, counted from the other end; None if the rank is unknown."""
+def _other_dims(value: Any, node: Any) -> Iterator[Any]:
+    """Yields the dimension or dimensions, each counted from either end; nothing if the rank is unknown."""
     if not isinstance(node, fx.Node):
-        return None
+        return
     first = part(node, FIRST)
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
-    tensor = ops.value(first) if isinstance(first, fx.Node) else None
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    rank = tensor.ndim + ops.has_trait(node, "new_dim")
+    rank = rank_of(first)
+    if rank < 0:
+        return
+    rank += ops.has_trait(node, "new_dim")
     if type(value) is int:
-        return value - rank if value >= 0 else value + rank
-    if isinstance(value, list) and value and all(type(dim) is int for dim in value):
-        from_front = all(dim >= 0 for dim in value)
-        return [dim - rank if from_front else dim if dim >= 0 else dim + rank for dim in value]
-    return None
+        yield value - rank if value >= 0 else value + rank
+    elif isinstance(value, list) and len(value) <= _MOST_DIMS and all(type(dim) is int for dim in value):
+        is_set = ops.has_trait(node, "dims_are_a_set")
+        for dims in itertools.product(*((dim % rank, dim % rank - rank) for dim in value if rank)):
+            yield sorted(dims) if is_set else list(dims)
+
+
+_MOST_DIMS = 4
+"""Dimensions in a list of which each is counted from either end; of more, they are compared as they are written."""
+
+
+def _is_of_floats(node: Any) -> bool:
+    """Whether a call of ATen has an operand of floating-point or complex numbers, so that a number becomes one too."""
+    if not isinstance(node, fx.Node) or not ops.key(node).startswith("aten::"):
+        return False
+    return any(map(ops.has_inexact, node.all_input_nodes))

@@ -7,6 +7,7 @@ from fxrewrite.ops.binding import (
     bind as bind,
     is_settled as is_settled,
     overload_of as overload_of,
+    same_number as same_number,
     signature_of as signature_of,
     spelling as spelling,
 )
@@ -65,6 +66,7 @@ from fxrewrite.ops.names import (
     operator_of as operator_of,
     packet_of as packet_of,
 )
+from fxrewrite.ops.tables import ATTRIBUTES as ATTRIBUTES
 from fxrewrite.ops.traits import (
     DIM_ARGUMENTS as DIM_ARGUMENTS,
     Trait as Trait,
@@ -77,6 +79,7 @@ from fxrewrite.ops.traits import (
     operators as operators,
     traits_of as traits_of,
 )
+from fxrewrite.ops.twins import TWINS as TWINS, Twins as Twins, twins_of as twins_of
 from fxrewrite.ops.value import (
     MISSING as MISSING,
     bits_of as bits_of,

@@ -15,7 +15,16 @@ from torch import fx
 from fxrewrite.ops import keys
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, python_parameters, schema_of, schemas_of
-from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper, parameters_of
+from fxrewrite.ops.tables import (
+    CASTS,
+    DIMS_ARE_A_SET,
+    OF_ALL,
+    OPERATORS,
+    RENAMED_KEYWORDS,
+    VARARGS,
+    Wrapper,
+    parameters_of,
+)
 from fxrewrite.ops.value import MISSING, value
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
@@ -63,8 +72,8 @@ class Signature:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The default of every name that has one in the schema, given or not."""
-        return self.schema.defaults
+        """The default of every name that has one in the schema, or that may be omitted, given or not."""
+        return self.schema.omissible
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values by schema name, in schema order, with defaults."""
@@ -136,19 +145,41 @@ def _enabled(flag: Any) -> bool:
 
 def _whole(number: Any) -> Any:
     """Returns an integer for a float that is one; -0.0 and what an int64 cannot hold stay."""
-    is_whole = type(number) is float and number.is_integer() and abs(number) < 2**53
-    return int(number) if is_whole and (number or math.copysign(1, number) > 0) else number
+    same = same_number(number) if type(number) is float else None
+    return number if same is None else same
+
+
+def same_number(number: float) -> int | float | None:
+    """Returns the integer that a float is, and the converse; None for -0.0, and where they may differ."""
+    if abs(number) >= 2**53 or (type(number) is float and not number.is_integer()):
+        return None
+    if type(number) is int:
+        return float(number)
+    return int(number) if number or math.copysign(1, number) > 0 else None
+
+
+def _as_set(dims: Any) -> Any:
+    return sorted(dims) if isinstance(dims, list) and all(type(dim) is int for dim in dims) else dims
+
+
+def _none_of_all(dims: Any) -> Any:
+    return None if dims == [] else dims
 
 
 def _conversions(schema: Schema, convert: Mapping[str, Convert]) -> Iterator[tuple[str, Convert]]:
     """Yields (name, function of the value that a call gives), so that what means the same is bound as the same."""
     takes_tensors = any("Tensor" in parameter.kind for parameter in schema.parameters)
+    of = schema.overload._schema.name.removeprefix("aten::") if schema.overload is not None else ""
     for parameter in schema.parameters:
         name, kind = parameter.name, parameter.kind
         if kind.startswith("List["):
             yield name, _as_list
         if kind == "List[int]":
             yield name, functools.partial(_repeated, parameter.repeats)
+            if name in ("dim", "dims") and of in DIMS_ARE_A_SET:
+                yield name, _as_set
+            if name == "dim" and of in OF_ALL:
+                yield name, _none_of_all
         if kind == "float" or (schema.overload, name) in _TRUE_DIVISION:
             yield name, _as_float
         if kind == "Device":
@@ -190,6 +221,9 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
     """The signature of a call, cached per (target, argument count, keyword names) unless argument kinds decide."""
+    attribute = keys.attribute_of(target, args)
+    if attribute is not None:
+        return signature_of(attribute, args[:1], kwargs)
     spelled = spelling(target, args, kwargs)
     found = _SIGNATURES.get(spelled, _SIGNATURES)
     if found is _SIGNATURES:
@@ -237,6 +271,9 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Returns the torch overload that a call means; None if it is not a single operator (a Python callable)."""
     if isinstance(target, torch._ops.OpOverload):
         return target
+    attribute = keys.attribute_of(target, args)
+    if attribute is not None:
+        return attribute
     sole = _SOLE.get(target)
     if sole is None:
         sole = _SOLE.set(target, _sole_overload(target))

@@ -15,7 +15,7 @@ from torch import fx
 from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.names import operator_of
-from fxrewrite.ops.tables import ALIASES, CASTS, METHODS, OPERATORS, WRAPPERS, Wrapper, parameters_of
+from fxrewrite.ops.tables import ALIASES, ATTRIBUTES, CASTS, METHODS, OPERATORS, WRAPPERS, Wrapper, parameters_of
 from fxrewrite.ops.value import is_scalar
 
 _aten = torch.ops.aten
@@ -166,6 +166,8 @@ def possible_keys(target: Any) -> tuple[str, ...]:
     if wrapper is not None:
         in_place = (f"{found}_",) if wrapper.inplace else ()
         return found, *in_place, _python_name(python_function(target))
+    if target is getattr:
+        return found, *map(_aten_key, ATTRIBUTES.values())
     return (found, "aten::split_with_sizes") if found == "aten::split" else (found,)
 
 
@@ -175,7 +177,7 @@ def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
     if target in OPERATORS:
         on_numbers = f"operator.{target.__name__}"  # sizes are added and multiplied too
         return lambda node: on_numbers if is_scalar(node) else found
-    if wrapper_of(target) is not None or found == "aten::split":
+    if wrapper_of(target) is not None or found == "aten::split" or target is getattr:
         return lambda node: call_key(target, node.args, node.kwargs)
     return found
 
@@ -186,13 +188,21 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
     target = python_function(target)
     wrapper = wrapper_of(target)
     if wrapper is None:
-        return _by_argument(found, args, kwargs)
+        attribute = attribute_of(target, args)
+        return key(attribute) if attribute is not None else _by_argument(found, args, kwargs)
     given = dict(zip(parameters_of(target), args, strict=False)) | dict(kwargs)
     if wrapper.inplace and given.get(wrapper.inplace, False):
         return found + "_"
     other = any(given.get(name) is not None for name in wrapper.needs_default)
     other = other or any(test(given[name]) for name, test in wrapper.unless.items() if name in given)
     return _python_name(target) if other else found
+
+
+def attribute_of(target: Any, args: tuple[Any, ...]) -> torch._ops.OpOverload | None:
+    """Returns the operator that reading an attribute of a tensor is, as `x.mT`; None for any other call."""
+    is_read = target is getattr and len(args) == 2 and isinstance(args[0], fx.Node) and not is_scalar(args[0])
+    name = ATTRIBUTES.get(args[1]) if is_read and isinstance(args[1], str) else None
+    return getattr(_aten, name).default if name is not None else None
 
 
 def _python_name(target: Any) -> str:

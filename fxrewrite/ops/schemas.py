@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrewrite.ops.tables import OMITTED
 from fxrewrite.ops.value import MISSING, value
 
 
@@ -57,6 +58,12 @@ class Schema:
     def defaults(self) -> Mapping[str, Any]:
         """The default of every argument that has one."""
         return {p.name: p.default for p in self.parameters if p.default is not NO_DEFAULT}
+
+    @functools.cached_property
+    def omissible(self) -> Mapping[str, Any]:
+        """What every argument may be that a pattern does not mention: its default, or what means that it is omitted."""
+        omitted = (p.name for p in self.parameters if p.default is NO_DEFAULT and p.optional and p.name in OMITTED)
+        return {**self.defaults, **dict.fromkeys(omitted if self.overload is not None else ())}
 
 
 _ENUM_DEFAULTS: Mapping[tuple[str, int], Any] = {

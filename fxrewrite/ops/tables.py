@@ -100,6 +100,18 @@ ALIASES: Mapping[str, str] = {
 }
 """Synonymous ATen names, each mapped to the name of the function of torch that people write."""
 
+DIMS_ARE_A_SET = frozenset(
+    (
+        *("all", "amax", "amin", "any", "count_nonzero", "flip", "linalg_vector_norm", "logsumexp", "mean", "nansum"),
+        *("std", "std_mean", "sum", "var", "var_mean"),
+    )
+)
+"""Operators whose list of dimensions means the same in any order."""
+OF_ALL = frozenset({"mean", "std", "std_mean", "sum", "var", "var_mean"})
+"""Those of them where no dimension in the list means all, as None does."""
+OMITTED = frozenset({"dim", "rounding_mode"})
+"""Optional arguments without a default in one overload, which another overload does not have: None is to omit them."""
+
 CASTS: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "bool": torch.bool,
@@ -326,5 +338,7 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
 }
 """Python functions of torch that are exactly one ATen operator; the key of other functions is their own name."""
 
+ATTRIBUTES: Mapping[str, str] = {"H": "matrix_H", "T": "numpy_T", "mH": "mH", "mT": "mT"}
+"""Attributes of a tensor that are operators, in graphs of torch functions: `getattr(x, "mT")`."""
 METHODS: Mapping[str, Callable[..., Any]] = {"norm": torch.Tensor.norm}
 """Tensor methods by name that are Python functions with a table entry, and not the operator of their name."""

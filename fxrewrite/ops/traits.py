@@ -18,6 +18,7 @@ from torch import fx
 
 from fxrewrite.ops.binding import bind
 from fxrewrite.ops.keys import key
+from fxrewrite.ops.tables import DIMS_ARE_A_SET
 from fxrewrite.ops.value import tensors_in, value
 
 Trait: TypeAlias = Literal[
@@ -34,6 +35,7 @@ Trait: TypeAlias = Literal[
     "ones",
     "full",
     "new_dim",
+    "dims_are_a_set",
     "product",
     "commutative",
     "maybe_view",
@@ -54,6 +56,7 @@ expand: entries are repeated along dimensions of size 1, or new ones in front; p
 slice: some entries of one dimension, that are evenly spaced; split: a list of all parts of one dimension.
 zeros, ones, full: one number everywhere, see `filled_with`.
 new_dim: the result has one dimension more, and the argument `dim` counts the result's.
+dims_are_a_set: their order means nothing.
 product: of matrices or vectors, summed over the last dimension of the first factor; see `factors`.
 commutative: `self` and `other` may trade places, other arguments at their defaults.
 maybe_view: a view, or the operand itself, where that is possible, and else a copy.
@@ -91,6 +94,7 @@ _TABLE: Mapping[Trait, str] = {
     "ones": "new_ones ones ones_like",
     "full": "full full_like new_full",
     "new_dim": "diag_embed stack unsqueeze",
+    "dims_are_a_set": " ".join(DIMS_ARE_A_SET),
     "product": " ".join(name.removeprefix("aten::") for name in _FACTORS),
     "commutative": """
         add bitwise_and bitwise_or bitwise_xor eq fmax fmin gcd hypot lcm logaddexp logaddexp2 logical_and logical_or

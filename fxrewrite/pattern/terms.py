@@ -12,7 +12,7 @@ import contextvars
 import dis
 import operator
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeGuard
@@ -41,6 +41,8 @@ class Term:
     def __getattr__(self, name: str) -> Any:
         if name in _READ:
             return call(_READ[name], (self,), {})
+        if name in ops.ATTRIBUTES:
+            return call(ops.named_operator(ops.ATTRIBUTES[name]), (self,), {})
         if name in (results := _named_results(self)):
             return self[results.index(name)]
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
@@ -106,12 +108,6 @@ _INSTEAD: Mapping[str, str] = {
     "real": "write torch.real(x)",
     "imag": "write torch.imag(x)",
     "ndim": 'state it, as in where=["rank(x) == 2"]',
-} | {
-    name: f'write x.transpose(-2, -1){conj}, or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
-    for name, key, conj in (
-        *(("T", "numpy_T", ""), ("mT", "mT", "")),
-        *(("H", "matrix_H", ".conj()"), ("mH", "mH", ".conj()")),
-    )
 }
 """What to write instead of an attribute."""
 _NUMBERS_OF = ("aten::size", "aten::numel")
@@ -452,9 +448,9 @@ def _by_tensors(term: Op, base: Term, index: Term) -> Op | None:
 
 
 def reflected(term: Op) -> tuple[Op, ...]:
-    """Returns the calls that a number minus, or divided by, a tensor is in a graph of ATen overloads; else none."""
+    """Returns the calls that a number divided by a tensor is in a graph of ATen overloads; else none."""
     aten = torch.ops.aten
-    if term.key not in ("aten::sub", "aten::div") or [name for name, _ in term.args] != ["self", "other"]:
+    if term.key != "aten::div" or [name for name, _ in term.args] != ["self", "other"]:
         return ()
     (_, number), (_, tensor) = term.args
     is_literal = isinstance(number, LiteralValue) and type(number.value) in (int, float)
@@ -462,16 +458,72 @@ def reflected(term: Op) -> tuple[Op, ...]:
         return ()
     if isinstance(tensor, LiteralValue) or is_size(tensor):
         return ()
-    if term.key == "aten::sub":
-        found = [call(aten.rsub.Scalar, (tensor, number), {})]
-    else:
-        inverse = call(aten.reciprocal.default, (tensor,), {})
-        numbers: list[Term] = [number]
-        if isinstance(number, LiteralValue) and float(number.value).is_integer():  # a quotient is no integer: 1 is 1.0
-            numbers = [LiteralValue(kind(number.value)) for kind in (type(number.value), float, int)]
-        found = [call(aten.mul.Tensor, (inverse, factor), {}) for factor in dict.fromkeys(numbers)]
-        found += [inverse] if LiteralValue(1) in numbers else []
+    inverse = call(aten.reciprocal.default, (tensor,), {})
+    numbers: list[Term] = [number]
+    if isinstance(number, LiteralValue) and float(number.value).is_integer():  # a quotient is no integer: 1 is 1.0
+        numbers = [LiteralValue(kind(number.value)) for kind in (type(number.value), float, int)]
+    found = [call(aten.mul.Tensor, (inverse, factor), {}) for factor in dict.fromkeys(numbers)]
+    found += [inverse] if LiteralValue(1) in numbers else []
     return tuple(replace(one, shared=term.shared) for one in found)
+
+
+def twins(term: Op) -> Iterator[tuple[Op, str, tuple[int, int] | None]]:
+    """Yields the calls of other operators that torch defines as the same function (`fxrewrite.ops.twins`).
+
+    With each the name of an argument, and the least and largest rank that it must have; None if it may have any.
+    """
+    given = dict(term.args)
+    seen = {term}
+    for arguments, ranks, others in () if term.loose else ops.twins_of(term.key):
+        for order in dict.fromkeys((tuple(given), tuple(_exchanged(term.key, given)))):
+            letters = _letters(arguments, dict(zip(order, given.values(), strict=True)))
+            if letters is None:
+                continue
+            for key, wanted in others:
+                name = next(name for name, letter in wanted.items() if letter == "x")
+                found = replace(_with_letters((key, wanted), letters), shared=term.shared)
+                if found not in seen:
+                    seen.add(found)
+                    yield found, name, ranks
+
+
+def _exchanged(key: str, names: Iterable[str]) -> list[str]:
+    """Returns the names with those in each other's place that may be exchanged."""
+    one, other = ops.exchangeable(key) or ("", "")
+    return [other if name == one else one if name == other else name for name in names]
+
+
+def _letters(arguments: Mapping[str, Any], given: Mapping[str, Term]) -> dict[str, Term] | None:
+    """Returns what the letters of a call stand for where its arguments are these; None if it is another call."""
+    if arguments.keys() != given.keys():
+        return None
+    letters: dict[str, Term] = {}
+    for name, wanted in arguments.items():
+        term = given[name]
+        if isinstance(wanted, str):
+            if is_number(term) and wanted in "xy":
+                return None
+            letters[wanted] = term
+        elif isinstance(wanted, tuple):
+            inner = _letters(wanted[1], dict(term.args)) if isinstance(term, Op) and term.key == wanted[0] else None
+            if inner is None:
+                return None
+            letters |= inner
+        elif term != LiteralValue(wanted):
+            return None
+    return letters
+
+
+def _with_letters(wanted: tuple[str, Mapping[str, Any]], letters: Mapping[str, Term]) -> Op:
+    """Returns the call with these terms in place of its letters."""
+    key, arguments = wanted
+
+    def term(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return _with_letters(argument, letters)
+        return letters[argument] if isinstance(argument, str) else argument
+
+    return call(ops.packet_of(key), (), {name: term(argument) for name, argument in arguments.items()})
 
 
 _SHAPES = ("size", "shape")

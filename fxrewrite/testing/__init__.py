@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fxrewrite.testing.placements import PlacementTrial as PlacementTrial, try_placements as try_placements
     from fxrewrite.testing.ranks import RankRun as RankRun, run_on_ranks as run_on_ranks
     from fxrewrite.testing.recorder import Recorder as Recorder, recorded as recorded
+    from fxrewrite.testing.seen import Seen as Seen, seen as seen
     from fxrewrite.testing.simulate import Simulated as Simulated, simulate as simulate
     from fxrewrite.testing.snapshot import FxTextExtension as FxTextExtension
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
 from fxrewrite.verify.points import Points
 from fxrewrite.verify.readings import SEVERAL, Alternative, ChoiceSite, by_item, read, sites
+from fxrewrite.verify.remedy import remedy
 from fxrewrite.verify.sample import Sample, given_binding
 from fxrewrite.verify.shrink import shrink
 from fxrewrite.verify.snippet import snippet
@@ -113,8 +115,7 @@ def verify_rewrite(
         FxRewriteError: there is no such dtype, or `samples` is not positive.
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
-    facts = Facts(pattern)
-    drawn = facts.drawn(tuple(map(_dtype, DTYPES))) if dtypes is None else tuple(map(_dtype, dtypes))
+    drawn = tuple(map(_dtype, DTYPES if dtypes is None else dtypes))
     if not drawn or samples < 1:
         raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
@@ -128,36 +129,49 @@ def verify_rewrite(
             error=f"on one device {name} is only a placeholder, so a rule on it cannot be tested there; "
             "pass run= to run the graphs on simulated ranks (fxrewrite.testing.run_on_ranks)",
         )
-    trials = Trials(
-        pattern=pattern,
-        rewrite=rewrite,
-        promise=RulePromise(numerics, rng, shapes, strides, tolerance),
-        grad=grad,
-        terminates=terminates,
-        run=run,
-        bed=bed,
-        mode=FakeMode(),
-        program=Program([(rule_id, pattern)]),
-    )
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
     long_sizes = sorted({size for n in sizes for size in (n, n + 1, 2 * n)})
-    search = _Search(
-        rule_id=rule_id,
-        trials=trials,
-        dtypes=drawn,
-        seed=seed,
-        sampler=sampler,
-        domain=domain,
-        facts=facts,
-        imports=tuple(imports),
-        long_sizes=tuple(long_sizes),
-        named=tuple(sorted(set(constants))),
-        shrink=shrink,
-        wide=wide,
-    )
-    search.points.name(constants)
+
+    def search(pattern: Pattern, numerics: str, domain: Domain) -> _Search:
+        facts = Facts(pattern)
+        found = _Search(
+            rule_id=rule_id,
+            trials=Trials(
+                pattern=pattern,
+                rewrite=rewrite,
+                promise=RulePromise(numerics, rng, shapes, strides, tolerance),
+                grad=grad,
+                terminates=terminates,
+                run=run,
+                bed=bed,
+                mode=FakeMode(),
+                program=Program([(rule_id, pattern)]),
+            ),
+            dtypes=facts.drawn(drawn) if dtypes is None else drawn,
+            seed=seed,
+            sampler=sampler,
+            domain=domain,
+            facts=facts,
+            imports=tuple(imports),
+            long_sizes=tuple(long_sizes),
+            named=tuple(sorted(set(constants))),
+            shrink=shrink,
+            wide=wide,
+        )
+        found.points.name(constants)
+        return found
+
     with quiet():
-        return search.verdict(samples)
+        verdict = search(pattern, numerics, domain).verdict(samples)
+    wrong = verdict.counterexample
+    if wrong is None or not shrink or sampler is not None or run is not None:
+        return verdict
+
+    def lacks() -> str:
+        with quiet():
+            return remedy(pattern, numerics, domain, wrong.difference.kind, search, samples)
+
+    return replace(verdict, lacks=functools.cache(lacks))
 
 
 def _test_bed(key: str, pattern: Pattern) -> TestBed:
@@ -207,6 +221,7 @@ class _Search:
     shrink: bool
     wide: bool
     points: Points = field(default_factory=Points)
+    complex_drawn: int = 0
     complex_samples: int = 0
     complex_ungraded: str = ""
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
@@ -220,6 +235,21 @@ class _Search:
 
     def verdict(self, samples: int) -> Verdict:
         """Returns the verdict after `samples` comparisons, or at the first difference."""
+        index = -1
+        for trial in self.draw(samples):
+            index += 1
+            if trial.differences:
+                is_complex = bool(self.complex_drawn)
+                wrong = self._counterexample(-1 if is_complex else index, trial)
+                return self._verdict(samples, wrong, is_complex=is_complex)
+        return self._verdict(samples, None)
+
+    def says_enough(self, samples: int) -> bool:
+        """Whether what was drawn shows that a rule is true, if nothing was different."""
+        return self._verdict(samples, None).ok and self.counts["compared"] >= samples
+
+    def draw(self, samples: int) -> Iterator[Trial]:
+        """Yields trials until there were `samples` comparisons and each alternative occurred; then complex numbers."""
         wanted = {
             Alternative(site, i)
             for site in sites(self.trials.pattern)
@@ -238,19 +268,15 @@ class _Search:
             if self.counts["compared"] >= samples and not is_extended:
                 is_extended = True
                 limit = min(limit, index + _PROPOSALS * len(wanted - self.met.keys()))
-            trial = self.propose(index, most=_MOST)
+            yield self.propose(index, most=_MOST)
             index += 1
-            if trial.differences:
-                return self._verdict(samples, self._counterexample(index - 1, trial))
-        wrong = self._complex_difference(samples)
-        counterexample = self._counterexample(-1, wrong) if wrong is not None else None
-        return self._verdict(samples, counterexample, is_complex=True)
+        yield from self._draw_complex(samples)
 
-    def _complex_difference(self, samples: int) -> Trial | None:
-        """Tests samples of complex numbers, unless the pattern takes none; returns the first with a difference."""
+    def _draw_complex(self, samples: int) -> Iterator[Trial]:
+        """Yields trials of complex numbers, unless the pattern takes none."""
         is_asked = {dtype.is_complex for dtype in self.dtypes} == {False, True}
         if not is_asked or self.sampler is not None or self.trials.bed is not None:
-            return None
+            return
         if self.trials.promise.numerics == "exact":  # kernels round products of complex numbers in different orders
             rounded = replace(self.trials.promise, numerics="reassociates")
             self.trials = replace(self.trials, promise=rounded)
@@ -263,11 +289,10 @@ class _Search:
             specs = [spec for _, spec in trial.sample.specs()] if trial.sample is not None else []
             if not any(spec.dtype.is_complex and 0 not in spec.shape for spec in specs):
                 continue  # some operators take a tensor of complex numbers if it is empty
-            if trial.differences:
-                return trial
+            self.complex_drawn += 1
+            yield trial
             self.complex_samples += trial.status == "compared"
             self.complex_ungraded = self.complex_ungraded or trial.grading.why_not
-        return None
 
     def propose(self, index: int, *, most: int, is_complex: bool = False, plain: bool = False) -> Trial:
         """Makes and tests the sample with this number; what shrinks one, or is of complex numbers, is not counted."""
@@ -416,10 +441,7 @@ class _Search:
         counts = self.counts
         remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
         if stopped and is_complex:
-            hint = 'exclude them: where=["dtype(x) in {float32, float64, bfloat16, float16}"]'
-            remarks.insert(
-                0, f"found on complex numbers; all samples before were equal. If the rule is not for them, {hint}"
-            )
+            remarks.insert(0, "found on complex numbers; all samples before were equal")
         if counts["refused"] and counts["compared"] and not stopped:
             remarks.append(f"refused most often: {self.refusals.most_common(1)[0][0]}")
         if self.complex_samples:

@@ -258,6 +258,7 @@ class Trials:
         differences += grading.differences
         if self.terminates and only in (None, "endless") and not self._ends(after):
             text = f"the rule fires again on its own result, {_MOST_APPLICATIONS} times and more"
+            text += "; one that is meant to says terminates=False"
             differences.append(Difference("endless", text))
         allowed = [d for d in differences if d.kind == "strides" and not self.promise.strides]
         return Trial(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from fxrewrite.errors import VerificationError
 from fxrewrite.verify.compare import Difference
@@ -45,6 +46,7 @@ class Verdict:
         ungraded: why no sample's gradients were compared, although the original is differentiable; else empty.
         proof: what is proved of the rule, or why it is not, if that was asked for.
         seed: of the samples.
+        lacks: of a false rule, gives the constraints with which it is true, as text to paste; takes a few seconds.
     """
 
     rule: str
@@ -61,6 +63,7 @@ class Verdict:
     ungraded: str = ""
     proof: str = ""
     seed: int = 0
+    lacks: Callable[[], str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -81,6 +84,7 @@ class Verdict:
         if self.counterexample is not None:
             lines += ["", self.counterexample.snippet]
             lines += [f"To reproduce: run this program, or verify(samples={self.samples}, seed={self.seed})."]
+            lines += [self.lacks()] if self.lacks is not None else []
         counts = [
             f"{self.refused} matches refused" if self.refused else "",
             f"{self.raised} samples raise before and after" if self.raised else "",

@@ -25,7 +25,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Program, explain
 from fxrewrite.pattern import Capture, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Pattern, Term, any_, op, shared
-from fxrewrite.pattern.terms import Chain, freeze, subterms
+from fxrewrite.pattern.terms import Chain, freeze, subterms, twins
 from tests.random_graphs import BINARY, UNARY, random_module
 
 Found = tuple[tuple[fx.Node, ...], frozenset[fx.Node], Hashable]
@@ -41,6 +41,14 @@ class Step(Term):
 
     keys: tuple[str, ...]
     base: Term
+
+
+@dataclass(frozen=True, slots=True)
+class OfRank(Op):
+    """A call that is the twin of another where this argument has this rank."""
+
+    name: str = ""
+    ranks: tuple[int, int] = (0, 0)
 
 
 def frozen(value: Any) -> Hashable:
@@ -67,7 +75,10 @@ def readings(term: Term) -> Iterator[Term]:
     elif isinstance(term, Op):
         names = [name for name, _ in term.args]
         for parts in itertools.product(*(list(readings(part)) for _, part in term.args)):
-            yield replace(term, args=tuple(zip(names, parts, strict=True)))
+            one = replace(term, args=tuple(zip(names, parts, strict=True)))
+            yield one
+            for twin, name, ranks in twins(one):
+                yield OfRank(twin.key, twin.args, twin.shared, twin.loose, name, ranks) if ranks else twin
     elif isinstance(term, ListOf):
         for parts in itertools.product(*map(readings, term.items)):
             yield ListOf(parts)
@@ -156,6 +167,10 @@ def vertex_matches(host: dict[str, Any], query: dict[str, Any]) -> bool:
     if isinstance(term, Op):
         if not isinstance(value, fx.Node) or ops.key(value) != term.key:
             return False
+        if isinstance(term, OfRank):
+            rank = rank_of(ops.bind(value)[term.name])
+            if rank is None or not term.ranks[0] <= rank <= term.ranks[1]:
+                return False
         return term.loose or host["extra"] <= {name for name, _ in term.args}
     if isinstance(term, Step):
         return isinstance(value, fx.Node) and ops.key(value) in term.keys

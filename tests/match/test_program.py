@@ -77,7 +77,7 @@ def test_a_pattern_with_too_many_readings_is_refused() -> None:
             x = x * y + torch.relu(x)
         return x
 
-    with pytest.raises(RuleDefinitionError, match="more than 512 readings"):
+    with pytest.raises(RuleDefinitionError, match="more than 1024 readings"):
         Program([("deep", trace(deep))])
 
 

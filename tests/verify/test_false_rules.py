@@ -477,7 +477,7 @@ def test_a_rule_that_is_false_of_complex_numbers_is_caught_unless_it_excludes_th
     pattern = op("mul", op("conj", X), 2)
     false = verify(rule_of(pattern, lambda x: x * 2), samples=8)
     assert "(2-2j) became (2+2j)" in str(false)
-    assert 'exclude them: where=["dtype(x) in' in false.remarks[0]
+    assert 'where=["dtype(x) in {float16, bfloat16, float32, float64}"]' in str(false)
     assert verify(rule_of(pattern, lambda x: x * 2, where.dtype("x", torch.float32)), samples=8).ok
     true = verify(rule_of(pattern, lambda x: torch.conj(x * 2)), samples=8)
     assert true.ok
