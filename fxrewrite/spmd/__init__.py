@@ -92,7 +92,12 @@ from fxrewrite.spmd.operators.traced import traced as traced
 from fxrewrite.spmd.parallelism.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
 from fxrewrite.spmd.parallelism.alternatives import choose_alternatives as choose_alternatives
 from fxrewrite.spmd.parallelism.backend import SpmdBackend as SpmdBackend, spmd as spmd
-from fxrewrite.spmd.parallelism.expect import Sends as Sends, sends as sends
+from fxrewrite.spmd.parallelism.expect import (
+    Fires as Fires,
+    Sends as Sends,
+    fires as fires,
+    sends as sends,
+)
 from fxrewrite.spmd.parallelism.parallelism import (
     Alternatives as Alternatives,
     Parallelism as Parallelism,

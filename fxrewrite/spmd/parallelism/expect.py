@@ -1,16 +1,19 @@
-"""What must hold of a lowered program: how often it communicates, in each of the modules that a glob names."""
+"""What must hold of a program: how often it communicates, in each of the modules that a glob names, and what fires."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 from torch import fx
 
-from fxrewrite.errors import FxRewriteError, did_you_mean
+from fxrewrite.errors import FxRewriteError, MatchExpectationError, did_you_mean
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.modules import matches_glob, module_calls, module_names
 from fxrewrite.graph.source import source_line
-from fxrewrite.report import Report
+from fxrewrite.plan import Step
+from fxrewrite.report import Event, Report
+from fxrewrite.rule import Rule
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.group import COLLECTIVE_KINDS, CollectiveKind
@@ -124,3 +127,92 @@ class Sends:
 
 
 sends = Sends
+
+
+class _Begun(Event, frozen=True):
+    """How often a rule had fired before the list began in which it must fire; it is in no finished report."""
+
+    kind: Literal["begun"] = "begun"
+    rule: str
+    rewrites: int
+
+    def __str__(self) -> str:
+        return f"{self.rule} has fired {self.rewrites} times so far"
+
+
+class Fires:
+    """That a rule of the plan fires, at least so often in a program over the axis; else the nearest miss is said.
+
+    Args:
+        rule: its id, or the rule.
+        at_least: how often.
+    """
+
+    def __init__(self, rule: str | Rule, *, at_least: int = 1) -> None:
+        if not isinstance(at_least, int) or isinstance(at_least, bool) or at_least < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FxRewriteError(f"fires: at_least={at_least!r} is not a number of rewrites, 1 or more")
+        self.rule = rule.id if isinstance(rule, Rule) else rule
+        self.at_least = at_least
+
+    def begin(self) -> Step:
+        """The step before the rules among which it is."""
+        return _Begin(self)
+
+    def end(self, where: str, rule: Rule) -> Step:
+        """The step after them; `where` is what the author calls them: "rules=", "placed=", "lowered=" or "method="."""
+        return _End(self, where, rule)
+
+    def text(self) -> str:
+        return f"fires {self.rule}, at least {self.at_least}"
+
+    def __repr__(self) -> str:
+        return f"<Fires: {self.text()}>"
+
+
+class _Begin:
+    """The step that notes how often the rule has fired, on other axes."""
+
+    def __init__(self, stated: Fires) -> None:
+        self.name = f"begin {stated.text()}"
+        self._rule = stated.rule
+
+    def run(self, edit: Edit, context: object, report: Report) -> int:
+        report.events.append(_Begun(rule=self._rule, rewrites=report.rule(self._rule).rewrites))
+        return 0
+
+    def text(self) -> str:
+        return "counts"
+
+
+class _End:
+    """The step that raises if the rule has not fired as often as is stated."""
+
+    def __init__(self, stated: Fires, where: str, rule: Rule) -> None:
+        self.name = f"expect {stated.text()}"
+        self._stated, self._where, self._rule = stated, where, rule
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        context = SpmdContext.required(context, self.name)
+        begun = next(one for one in reversed(report.events_of(_Begun)) if one.rule == self._rule.id)
+        report.events.remove(begun)
+        entry = report.rule(self._rule.id)
+        found = entry.rewrites - begun.rewrites
+        if found >= self._stated.at_least or context.axis.size == 1:
+            return 0
+        if context.is_part:
+            report.events.append(NotInPart(stated=self.name))
+            return 0
+        refused = "".join(f"\nrefused  {refusal}" for refusal in entry.refusals)
+        nodes = [node for part in edit.parts() for node in part.nodes()]
+        raise MatchExpectationError(
+            f"{self._rule.id} fired {found} times in {self._where} over {context.axis.name}, and "
+            f"{self._stated.at_least} or more are expected{refused}\n{self._rule.explain_in(nodes)}\n"
+            "rules= sees the global program, placed= that with redistributions, and lowered= what a rank computes, "
+            "with its collectives"
+        )
+
+    def text(self) -> str:
+        return "counts"
+
+
+fires = Fires

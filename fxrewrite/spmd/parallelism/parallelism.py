@@ -17,16 +17,17 @@ axes are written in the order of the mesh, from the outermost to the innermost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.graph.edit import Edit
 from fxrewrite.plan import Plan, RuleSet, Step
+from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.members import Member
 from fxrewrite.registry import registered
 from fxrewrite.report import Report
@@ -37,7 +38,7 @@ from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES
 from fxrewrite.spmd.lower.localize import LocalizeShapes
 from fxrewrite.spmd.lower.means import REDUCTIONS
 from fxrewrite.spmd.operators.draws import RefuseShardedDraws
-from fxrewrite.spmd.parallelism.expect import Sends
+from fxrewrite.spmd.parallelism.expect import Fires, Sends
 from fxrewrite.spmd.parallelism.schedule import SCHEDULE
 from fxrewrite.spmd.placement import Replicate, as_placement, check_num_ranks
 from fxrewrite.spmd.price.choice import Chosen
@@ -157,7 +158,8 @@ class Parallelism:
             where each has its own part of a batch: the objective is the mean of the ranks' losses. Parameters are
             then whole, or `Stored`, or in shards that an operator of `layouts` sends values to (`sends_own`); where
             anything else reads such shards, they are gathered.
-        expect: what must hold of the lowered program, such as `sends(within="*.layers.*", all_reduce=2)`.
+        expect: what must hold of the lowered program, such as `sends(within="*.layers.*", all_reduce=2)`, and which of
+            its rules must fire, `fires("my.rule")`.
         method: a rule set that lowers a program over the axis, in place of the one that is made of `rules`, `placed`,
             `lowered` and `layouts`; what is stated in `place` comes before it.
         alternatives: what there are several ways for; `simulate` and `spmd` choose by price, and
@@ -174,7 +176,7 @@ class Parallelism:
     lowered: Sequence[Member] = ()
     layouts: Sequence[LayoutRule] | LayoutRules = ()
     data: Data = "shared"
-    expect: Sequence[Sends] = ()
+    expect: Sequence[Sends | Fires] = ()
     method: RuleSet | None = None
     alternatives: Sequence[Alternatives] = ()
     chosen: Sequence[Chosen] = ()
@@ -192,7 +194,7 @@ class Parallelism:
             "placed": (Rule, RuleSet, Step),
             "lowered": (Rule, RuleSet, Step),
             "layouts": LayoutRule,
-            "expect": Sends,
+            "expect": (Sends, Fires),
             "alternatives": Alternatives,
         }
         for field_name, kind in kinds.items():
@@ -220,10 +222,40 @@ class Parallelism:
                     "gathered before use"
                 )
         self._check_alternatives()
+        self._check_fires()
         # What is changed later in the caller's dictionary or lists is not stated here: every use of a plan is the same.
         object.__setattr__(self, "place", dict(self.place))
         for field_name in kinds:
             object.__setattr__(self, field_name, tuple(getattr(self, field_name)))
+
+    def _check_fires(self) -> None:
+        """Raise FxRewriteError where a rule must fire that the parallelism does not have."""
+        known = [rule.id for members in self._slots().values() for rule in _rules_of(members)]
+        for stated in self.expect:
+            if isinstance(stated, Fires) and stated.rule not in known:
+                near = did_you_mean(stated.rule, known) or f"; its rules are {', '.join(known) or 'none'}"
+                raise FxRewriteError(
+                    f"{self.name}: {stated.rule!r} is to fire, and none of rules=, placed=, lowered= or method= has it"
+                    f"{near}"
+                )
+
+    def _slots(self) -> dict[str, Sequence[Member]]:
+        """What holds its rules, by the name of the field."""
+        fields: dict[str, Sequence[Member]] = {name: getattr(self, name) for name in ("rules", "placed", "lowered")}
+        return {**fields, "method": () if self.method is None else (self.method,)}
+
+    def _slot(self, name: str, needs: tuple[Property, ...] = ()) -> Iterator[RuleSet | Step]:
+        """The rules of a field, between steps that count those that must fire; nothing if there are none."""
+        members = self._slots()[name]
+        if not members:
+            return
+        rules = self.method if name == "method" else None
+        rules = rules or RuleSet(f"{self.name}.{name}", *members, needs=needs)
+        found = {rule.id: rule for rule in _rules_of(members)}
+        stated = [one for one in self.expect if isinstance(one, Fires) and one.rule in found]
+        yield from (one.begin() for one in stated)
+        yield rules
+        yield from (one.end(f"{name}=", found[one.rule]) for one in stated)
 
     def _check_alternatives(self) -> None:
         """Raise FxRewriteError where a site is stated twice, or a way does not fit the rest."""
@@ -272,9 +304,10 @@ class Parallelism:
     def rule_set(self) -> RuleSet:
         """All that is done to a program, as one transaction."""
         chosen = (_SayChosen(f"{self.name}.chosen", self.chosen),) if self.chosen else ()
+        expected = [one for one in self.expect if isinstance(one, Sends)]
         if self.method is not None:
             place = (Place(f"{self.name}.place", self.place),) if self.place else ()
-            return RuleSet(self.name, *chosen, *place, self.method, *self.expect, atomic=True)
+            return RuleSet(self.name, *chosen, *place, *self._slot("method"), *expected, atomic=True)
         shipped, layouts = registered(), LayoutRules(joined_layouts((), self.layouts))
         is_own = self.data == "own"
         return RuleSet(
@@ -287,15 +320,15 @@ class Parallelism:
             ),
             *(() if is_own else (shipped[name] for name in DRAWS)),
             Place(f"{self.name}.place", self.place),
-            *((RuleSet(f"{self.name}.rules", *self.rules),) if self.rules else ()),
+            *self._slot("rules"),
             PropagatePlacements(f"{self.name}.propagate", layouts, own_inputs=is_own, moves_draws=is_own),
-            *((RuleSet(f"{self.name}.placed", *self.placed, needs=(PLACEMENTS,)),) if self.placed else ()),
+            *self._slot("placed", (PLACEMENTS,)),
             *(() if is_own else (RefuseShardedDraws(f"{self.name}.draws"),)),
             REDUCTIONS,
             LocalizeShapes(f"{self.name}.localize", layouts, own_inputs=is_own),
             COLLECTIVE_RULES,
-            *((RuleSet(f"{self.name}.lowered", *self.lowered, needs=(COLLECTIVE_CALLS,)),) if self.lowered else ()),
-            *self.expect,
+            *self._slot("lowered", (COLLECTIVE_CALLS,)),
+            *expected,
             atomic=True,
         )
 
@@ -371,6 +404,13 @@ AnyPlan: TypeAlias = Parallelism | Parallelisms
 """What may be stated of a model: one parallelism, or several joined by `|`."""
 _LISTS = ("rules", "placed", "lowered", "layouts", "expect")
 """Fields of a parallelism that are lists."""
+
+
+def _rules_of(members: Sequence[Member]) -> Iterator[Rule]:
+    """The rules among the members and in their sets."""
+    for member in members:
+        if isinstance(member, (Rule, RuleSet)):
+            yield from (member,) if isinstance(member, Rule) else member.rules()
 
 
 def _joined(of: Sequence[Any], more: Sequence[Any]) -> tuple[Any, ...]:
