@@ -41,6 +41,12 @@ _PASSED = ("node", "param", "any")
 _ARITHMETIC = frozenset(
     f"aten::{name}" for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow", "neg", "rsub")
 )
+MAX_DEPTH = 200
+"""Most operators that a pattern has one in the other: terms are walked over by calls, of which Python allows 1000."""
+_TOO_DEEP = (
+    f"a pattern has at most {MAX_DEPTH} operators one in the other; match a part of them, run the rule to a fixpoint, "
+    'or take a run of operators by chain(x, "sin", most=...)'
+)
 ROOT = "root"
 """Name of the first output in constraints and replacements."""
 
@@ -68,6 +74,7 @@ class Pattern:
             raise RuleDefinitionError(
                 "Pattern((output, ...), (constraint, ...)) takes tuples; for a text form use parse()"
             )
+        self._check_depth()
         self._split_outputs()
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
@@ -94,6 +101,14 @@ class Pattern:
     def values(self) -> frozenset[str]:
         """The captures of which None is a value like others: constraints read it, where one that is absent holds."""
         return frozenset(capture.name for capture in self.captures if capture.kind in ("literal", "any"))
+
+    def _check_depth(self) -> None:
+        """Refuses operators one in the other deeper than Python can walk over."""
+        level: list[Term] = list(self.outputs)
+        for _ in range(MAX_DEPTH + 1):  # the last are captures
+            level = list({id(part): part for term in level for part in parts_of(term)}.values())
+        if level:
+            raise RuleDefinitionError(_TOO_DEEP)
 
     def _split_outputs(self) -> None:
         """Moves captures among the outputs to `through` if another output is an operator: nothing replaces them."""
@@ -256,6 +271,8 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
             result = ops.with_globals(function, calls)(**{capture.name: capture for capture in captures})
     except (TypeError, ValueError, AttributeError) as error:  # torch or a term rejected the call
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
+    except RecursionError as error:
+        raise RuleDefinitionError(f"pattern {name}: {_TOO_DEEP}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
     pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
     unused = set(captures) - set(pattern.captures)

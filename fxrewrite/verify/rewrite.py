@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -115,9 +115,8 @@ def verify_rewrite(
         FxRewriteError: there is no such dtype, or `samples` is not positive.
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
+    _check_options(rule_id, samples, dtypes, domain, run, tolerance)
     drawn = tuple(map(_dtype, DTYPES if dtypes is None else dtypes))
-    if not drawn or samples < 1:
-        raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
     bed = next((_test_bed(key, pattern) for key in virtual if tested_by(key)), None) if run is None else None
     if bed is not None:
@@ -172,6 +171,30 @@ def verify_rewrite(
             return remedy(pattern, numerics, domain, wrong.difference.kind, search, samples)
 
     return replace(verdict, lacks=functools.cache(lacks))
+
+
+def _check_options(
+    rule_id: str,
+    samples: object,
+    dtypes: Sequence[str | torch.dtype] | None,
+    domain: object,
+    run: object,
+    tolerance: float | None,
+) -> None:
+    """Raise FxRewriteError where an option is not what it is taken for."""
+    wrong = ""
+    if type(samples) is not int or samples < 1:
+        wrong = f"samples={samples!r} is not a number of samples, 1 or more"
+    elif isinstance(dtypes, (str, torch.dtype)) or (dtypes is not None and not dtypes):
+        wrong = f"dtypes={dtypes!r} is not a list of a dtype or more; write dtypes=['float32']"
+    elif domain not in get_args(Domain):
+        wrong = f"domain={domain!r} is not one of {', '.join(map(repr, get_args(Domain)))}"
+    elif run is not None and not callable(run):
+        wrong = f"run={run!r} is not a function of a graph module and its inputs"
+    elif tolerance is not None and (type(tolerance) not in (int, float) or tolerance < 0):
+        wrong = f"tolerance={tolerance!r} is not a relative error, 0 or more"
+    if wrong:
+        raise FxRewriteError(f"verify {rule_id}: {wrong}")
 
 
 def _test_bed(key: str, pattern: Pattern) -> TestBed:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, strategies as st
 from torch import fx
 
-from fxrewrite import Rule
+from fxrewrite import Rule, RuleSet
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern import (
     Capture,
@@ -283,3 +283,27 @@ def test_terms_are_values() -> None:
     assert op("cat", [x, y]).args[0][1] == ListOf((x, y))
     with pytest.raises(AttributeError):
         x.name = "z"
+
+
+@pytest.mark.parametrize("depth", [201, 5000])
+def test_a_pattern_that_is_too_deep_to_walk_over_says_so(depth: int) -> None:
+    def deep(x):
+        for _ in range(depth):
+            x = torch.sin(x)
+        return x
+
+    with pytest.raises(RuleDefinitionError, match="at most 200 operators one in the other; match a part of them"):
+        trace(deep)
+
+
+def test_a_pattern_as_deep_as_is_allowed_matches_and_explains() -> None:
+    def deep(x):
+        for _ in range(200):
+            x = torch.sin(x)
+        return x
+
+    rule = Rule("a.deep", trace(deep), lambda x: torch.cos(x))
+    gm = fx.symbolic_trace(deep)
+    assert rule.explain(gm).num_matches == 1
+    assert len(str(rule)) > 1000
+    assert RuleSet("a", rule).apply(gm).rewrites == 1

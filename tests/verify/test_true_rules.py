@@ -509,7 +509,16 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="'int64' is not a floating-point or complex dtype"):
         verify(TRUE["silu"], dtypes=["int64"])
     assert verify(TRUE["silu"], dtypes=[torch.float64], samples=2).ok
-    with pytest.raises(ValueError, match="a number of samples above 0"):
-        verify(TRUE["silu"], samples=0)
+    for wrong, message in (
+        ({"samples": 0}, "samples=0 is not a number of samples, 1 or more"),
+        ({"samples": "3"}, "samples='3' is not a number of samples"),
+        ({"dtypes": "float32"}, "dtypes='float32' is not a list of a dtype or more; write"),
+        ({"dtypes": []}, r"dtypes=\[\] is not a list of a dtype or more"),
+        ({"domain": "alll"}, "domain='alll' is not one of 'all', 'finite', 'moderate'"),
+        ({"run": 3}, "run=3 is not a function of a graph module and its inputs"),
+        ({"tolerance": "x"}, "tolerance='x' is not a relative error, 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify(TRUE["silu"], **wrong)
     with pytest.raises(ValueError, match=r"the sampler gives \['z'\], the pattern captures \['x'\]"):
         verify(TRUE["silu"], sampler=lambda draw: {"z": 1})
