@@ -126,6 +126,13 @@ def simulate(model: nn.Module, inputs: Mapping[str, Any], plan: AnyPlan, mesh: M
     tensors = (value for value in tree_leaves((dict(inputs), *model.parameters())) if isinstance(value, torch.Tensor))
     if not any(tensor.requires_grad for tensor in tensors):
         raise FxRewriteError("nothing requires a gradient, so there is no step to train; call model.requires_grad_()")
+    named = dict(inputs) | dict(model.named_parameters()) | dict(model.named_buffers())
+    empty = [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if empty:
+        raise FxRewriteError(
+            f"{empty[0]} is on the meta device, and has no entries to compute with; make the model on a device, or "
+            'call model.to_empty(device="cpu") and initialize it'
+        )
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     call = captured_call(model, inputs, plan, mesh)
     program = normalized(call.program)
@@ -216,7 +223,10 @@ def _loss_position(program: fx.GraphModule) -> int:
     for position, node in enumerate(outputs):
         if isinstance(node, fx.Node) and _is_loss(node.meta.get("val")):
             return position
-    raise FxRewriteError("the model returns no loss: among its outputs is no floating-point tensor of one number")
+    raise FxRewriteError(
+        "the model returns no loss: among its outputs is no floating-point tensor of one number; "
+        "wrap it in a module that returns one, such as out.square().mean()"
+    )
 
 
 def _is_loss(value: Any) -> bool:

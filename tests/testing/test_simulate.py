@@ -189,3 +189,11 @@ def test_outputs_of_ranks_with_their_own_data_are_those_of_their_parts() -> None
     found = simulate(model, {"x": torch.randn(8, 4, dtype=torch.float64)}, DATA, {"dp": 4})
     assert list(found.output_errors) == ["[1]", "[2]", "[3]", "[4]"]  # numbers, indices, booleans, some NaN
     assert found.output_error < 1e-12
+
+
+def test_what_has_no_entries_or_no_loss_is_told_what_to_do() -> None:
+    plan = Parallelism("mine", axis="tp", place={param("weight"): Shard(0)})
+    with pytest.raises(FxRewriteError, match=r"^weight is on the meta device, .* call model.to_empty"):
+        simulate(nn.Linear(4, 4, device="meta"), {"input": torch.rand(2, 4)}, plan, {"tp": 2})
+    with pytest.raises(FxRewriteError, match=r"returns no loss: .* wrap it in a module that returns one"):
+        simulate(nn.Linear(4, 4), {"input": torch.rand(2, 4)}, plan, {"tp": 2})
