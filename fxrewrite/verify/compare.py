@@ -254,7 +254,8 @@ def _beyond_here(
     allowed = allowed + _ULPS * (max(map(_smallest, (was.dtype, is_now.dtype))) + _eps(torch.float64) * magnitude)
     allowed = allowed + _ULPS * eps * (magnitude if factor > 1 else largest)
     if promise.tolerance is not None:
-        allowed = allowed + promise.tolerance * magnitude
+        is_quantized = was.dtype in (torch.int8, torch.uint8)  # small entries are as coarse as large ones
+        allowed = allowed + promise.tolerance * (torch.iinfo(was.dtype).max if is_quantized else magnitude)
     elif promise.numerics == "approximate" and eps:
         allowed = allowed + relative_bound((was.dtype, *dtypes)) * largest + eps
     if eps and reference.exact is None:

@@ -103,7 +103,8 @@ def verify_rewrite(
         strides: whether different strides of an output are a difference; if not, they are a remark.
         domain: the values that inputs may have: "all", "finite" (neither NaN nor infinities), or "moderate" (of a size
             around one).
-        tolerance: the largest error relative to the magnitude, in place of the table's; not for "exact".
+        tolerance: the largest error relative to the magnitude, in place of the table's; not for "exact". Of results of
+            8 bits it is relative to the largest number of their dtype: 0.01 is one step of int8.
         terminates: whether the rule promises not to fire on its own result again and again.
         constants: numbers that the rule's code names; sizes and entries next to them are drawn.
         imports: modules that define operators of the rule, for counterexamples that call one.
