@@ -324,7 +324,7 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     refused(mesh, replace(TENSOR, place=one_module), r"'\*.up'\): R both match layers.0.up; let one glob match it")
     with pytest.raises(FxRewriteError, match=r"outputs\(-1\): a position is an int, counted from the front"):
         outputs(-1)
-    with pytest.raises(FxRewriteError, match="expect is a list of Sends, and has"):
+    with pytest.raises(FxRewriteError, match="expect is a list of Sends or Fires, and has"):
         replace(TENSOR, expect=sends(all_reduce=1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match="tensor: method is a RuleSet, and not "):
         replace(TENSOR, method=[])  # pyright: ignore[reportArgumentType]
