@@ -153,26 +153,38 @@ class _Part:
         )
 
 
+class _TooManyError(RuleDefinitionError):
+    """A pattern has more than MAX_VARIANTS variants."""
+
+
 def lower(pattern: Pattern) -> tuple[Variant, ...]:
     """Returns all variants of a pattern; optional steps taken and earlier options come first.
+
+    One that has too many with the twins of its operators has none of these.
 
     Raises:
         RuleDefinitionError: there are more than MAX_VARIANTS, or an output shares no captured value with the others.
     """
+    try:
+        return _lower(pattern, _Reader(has_twins=True))
+    except _TooManyError:
+        return _lower(pattern, _Reader(has_twins=False))
+
+
+def _lower(pattern: Pattern, reader: _Reader) -> tuple[Variant, ...]:
     variants: dict[tuple[object, ...], Variant] = {}
     for first in range(len(pattern.outputs)):
-        per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs[first:])]
+        outputs = pattern.outputs[first:]
+        per_output = [list(reader.read(output, Path.root(index))) for index, output in enumerate(outputs)]
         # Every combination of the outputs' readings is a variant; equal ones are merged.
         for parts in itertools.product(*per_output):
             unread = _unread(pattern.outputs[:first], parts)
             if unread is None:
                 continue
-            variant = _variant(parts, pattern, first, unread)
+            variant = _variant(parts, pattern, first, unread, reader)
             variants.setdefault((variant.stages, tuple(variant.captures.items()), unread), variant)
             if len(variants) > MAX_VARIANTS:
-                raise RuleDefinitionError(
-                    f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules"
-                )
+                raise _TooManyError(f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules")
     return tuple(variants.values())
 
 
@@ -199,44 +211,70 @@ def _result(part: tuple[Op, int] | None, parts: Iterable[_Part]) -> Result | Non
     return None
 
 
-def _read(term: Term, path: Path) -> Iterator[_Part]:
-    """Yields the readings of a term at a path."""
-    if isinstance(term, Op) and is_size(term) and path.parent is not None:
-        yield _Part(sizes=((path, term),))
-    elif isinstance(term, Op):
-        yield from _read_operator(term, path)
-        for other in (in_steps(term), with_sizes(term), *reflected(term)):
-            if other is not None:
-                yield from _read_operator(other, path)
-        for other, name, ranks in twins(term):
-            needed = _Part((HAS_RANK(path / name, *ranks),)) if ranks else _Part()
-            for part in _read_operator(other, path):
-                yield part + needed
-    elif isinstance(term, Capture):
-        kind = _CAPTURED[term.kind]
-        yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
-    elif isinstance(term, LiteralValue):
-        yield _Part((IS_LITERAL(path, term, path.step, path.parent),))
-    elif isinstance(term, ListOf):
-        front, middle, back = _ends(term.items)
-        fixed = sum(not isinstance(item, Each) for item in term.items)
-        head = _Part((HAS_ITEMS(path, fixed),), lists=((path, term),)) if middle else _Part((IS_LIST(path, fixed),))
-        ends = [*enumerate(front), *((index - len(back), item) for index, item in enumerate(back))]
-        for parts in _product([list(_read(item, path / index)) for index, item in ends]):
-            yield sum(parts, head)
-    elif isinstance(term, Maybe):
-        yield from _read(term.step, path)
-        yield from _read(term.base, path)
-    elif isinstance(term, Either):
-        for option in term.options:
-            yield from _read(option, path)
-    elif isinstance(term, Chain):
-        yield from _read_chain(term, path)
-    elif isinstance(term, Siblings):
-        yield from _read(term.each, path)
-    else:
-        assert isinstance(term, Ignore)
-        yield _Part()
+class _Reader:
+    """Reads terms, with the twins of operators or without."""
+
+    def __init__(self, *, has_twins: bool) -> None:
+        self._has_twins = has_twins
+
+    def read(self, term: Term, path: Path) -> Iterator[_Part]:
+        """Yields the readings of a term at a path."""
+        if isinstance(term, Op) and is_size(term) and path.parent is not None:
+            yield _Part(sizes=((path, term),))
+        elif isinstance(term, Op):
+            yield from self._operator(term, path)
+            for other in (in_steps(term), with_sizes(term), *reflected(term)):
+                if other is not None:
+                    yield from self._operator(other, path)
+            for other, name, ranks in twins(term) if self._has_twins else ():
+                needed = _Part((HAS_RANK(path / name, *ranks),)) if ranks else _Part()
+                for part in self._operator(other, path):
+                    yield part + needed
+        elif isinstance(term, Capture):
+            kind = _CAPTURED[term.kind]
+            yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
+        elif isinstance(term, LiteralValue):
+            yield _Part((IS_LITERAL(path, term, path.step, path.parent),))
+        elif isinstance(term, ListOf):
+            front, middle, back = _ends(term.items)
+            fixed = sum(not isinstance(item, Each) for item in term.items)
+            head = _Part((HAS_ITEMS(path, fixed),), lists=((path, term),)) if middle else _Part((IS_LIST(path, fixed),))
+            ends = [*enumerate(front), *((index - len(back), item) for index, item in enumerate(back))]
+            for parts in _product([list(self.read(item, path / index)) for index, item in ends]):
+                yield sum(parts, head)
+        elif isinstance(term, Maybe):
+            yield from self.read(term.step, path)
+            yield from self.read(term.base, path)
+        elif isinstance(term, Either):
+            for option in term.options:
+                yield from self.read(option, path)
+        elif isinstance(term, Chain):
+            yield from self._chain(term, path)
+        elif isinstance(term, Siblings):
+            yield from self.read(term.each, path)
+        else:
+            assert isinstance(term, Ignore)
+            yield _Part()
+
+    def _operator(self, term: Op, path: Path) -> Iterator[_Part]:
+        names = tuple(name for name, _ in term.args)
+        is_called = (IS_OPERATOR(path, term.key), Arguments(path, names, ARGUMENTS))
+        head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
+        for order in _orders(term, names):
+            arguments = [list(self.read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
+            for parts in _product(arguments):
+                yield sum(parts, head)
+
+    def _chain(self, term: Chain, path: Path) -> Iterator[_Part]:
+        """Yields the readings of a chain, the longest run first."""
+        steps = [path]
+        for _ in range(term.most):
+            steps.append(steps[-1] / FIRST)
+        for length in range(term.most, term.least - 1, -1):
+            run = steps[:length]
+            head = _Part(tuple(IS_ONE_OF(step, term.keys) for step in run), (), tuple((step, term) for step in run))
+            for part in self.read(term.base, steps[length]):
+                yield head + part
 
 
 def _ends(items: tuple[Term, ...]) -> tuple[tuple[Term, ...], tuple[Term, ...], tuple[Term, ...]]:
@@ -246,14 +284,14 @@ def _ends(items: tuple[Term, ...]) -> tuple[tuple[Term, ...], tuple[Term, ...], 
     return items[:first], items[first:last], items[last:]
 
 
-def _variadic(path: Path, term: ListOf, captures: dict[str, Path]) -> VariadicList:
+def _variadic(path: Path, term: ListOf, captures: dict[str, Path], reader: _Reader) -> VariadicList:
     """Returns how the list at the path is matched; afterwards `captures` has the names in it."""
     front, middle, back = _ends(term.items)
     parts: list[ListPart] = []
     names: dict[str, None] = {}
     for part in middle:
         inner = part.term if isinstance(part, Each) else part
-        readings = tuple(map(_item, _read(inner, ITEM)))
+        readings = tuple(map(_item, reader.read(inner, ITEM)))
         is_many = isinstance(part, Each)
         parts.append(ListPart(readings, is_many, frozenset(part.names if is_many else ())))
         names.update((found.name, None) for found in subterms(inner) if isinstance(found, Capture))
@@ -280,16 +318,6 @@ def _item(part: _Part) -> Item:
     return Item(tuple(conditions), tuple(captures.items()), operators)
 
 
-def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
-    names = tuple(name for name, _ in term.args)
-    is_called = (IS_OPERATOR(path, term.key), Arguments(path, names, ARGUMENTS))
-    head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
-    for order in _orders(term, names):
-        arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
-        for parts in _product(arguments):
-            yield sum(parts, head)
-
-
 def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Returns the possible orders of the operands; one order if one is a number, as `Arguments` puts numbers second."""
     pair = ops.exchangeable(term.key)
@@ -306,24 +334,12 @@ def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [names, tuple(exchanged)]
 
 
-def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
-    """Yields the readings of a chain, the longest run first."""
-    steps = [path]
-    for _ in range(term.most):
-        steps.append(steps[-1] / FIRST)
-    for length in range(term.most, term.least - 1, -1):
-        run = steps[:length]
-        head = _Part(tuple(IS_ONE_OF(step, term.keys) for step in run), (), tuple((step, term) for step in run))
-        for part in _read(term.base, steps[length]):
-            yield head + part
-
-
 def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
     count = 1
     for options in choices:
         count *= len(options)
     if count > MAX_VARIANTS:
-        raise RuleDefinitionError(f"a pattern has more than {MAX_VARIANTS} readings; write several rules")
+        raise _TooManyError(f"a pattern has more than {MAX_VARIANTS} readings; write several rules")
     return itertools.product(*choices)
 
 
@@ -381,6 +397,7 @@ def _variant(
     pattern: Pattern,
     first_output: int,
     unread: tuple[Result, ...],
+    reader: _Reader,
 ) -> Variant:
     """Combines one reading per output: equal names must be equal values, equal draws different nodes."""
     known = _Known(pattern, any(part.sizes for part in parts))
@@ -395,7 +412,7 @@ def _variant(
         if index:
             links.append(_link(index, part, captures, pattern))
         stages.append(known.join(part, may_miss=may_miss[-1] is not None))
-        lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
+        lists.append(tuple(_variadic(path, term, captures, reader) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators if item[0].parent is not None]
     below = tuple((path, isinstance(term, Op) and term.shared) for path, term in operators)

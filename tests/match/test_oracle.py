@@ -120,30 +120,30 @@ def host_tree(root: fx.Node, height: int) -> nx.DiGraph[int]:
     """What the root is computed from, each use a vertex of its own."""
     tree: nx.DiGraph[int] = nx.DiGraph()
 
-    def add(value: Any, height: int, rank: int | None) -> int:
+    def add(value: Any, height: int, rank: int | None, floats: bool) -> int:
         vertex = tree.number_of_nodes()
-        tree.add_node(vertex, value=value, is_root=not vertex, rank=rank, extra=frozenset())
+        tree.add_node(vertex, value=value, is_root=not vertex, rank=rank, floats=floats, extra=frozenset())
         if isinstance(value, fx.Node) and value.op in ("call_function", "call_method"):
             bound = ops.bind(value)
             defaults = ops.signature_of(value.target, value.args, value.kwargs).defaults
             of_first = rank_of(next(iter(bound.values()), None))
             ranks = {name: of_first if name in ("dim", "dim0", "dim1", "dims") else None for name in bound}
+            floats = any(map(ops.has_inexact, value.all_input_nodes))
             tree.nodes[vertex]["extra"] = frozenset(
                 name
                 for name, v in bound.items()
-                if name not in defaults
-                or frozen(from_front(v, ranks[name])) != frozen(from_front(defaults[name], ranks[name]))
+                if name not in defaults or normal(v, ranks[name], floats) != normal(defaults[name], ranks[name], floats)
             )
             if height:
                 for name, part in bound.items():
                     labels = {name, "first operand"} if name == next(iter(bound)) else {name}
-                    tree.add_edge(vertex, add(part, height - 1, ranks[name]), labels=labels)
+                    tree.add_edge(vertex, add(part, height - 1, ranks[name], floats), labels=labels)
         elif isinstance(value, (list, tuple)) and height:
             for index, part in enumerate(value):
-                tree.add_edge(vertex, add(part, height - 1, None), labels={index})
+                tree.add_edge(vertex, add(part, height - 1, None, floats=False), labels={index})
         return vertex
 
-    add(root, height, None)
+    add(root, height, None, floats=False)
     return tree
 
 
@@ -158,6 +158,12 @@ def from_front(value: Any, rank: int | None) -> Any:
     if rank is not None and isinstance(value, list):
         return [from_front(item, rank) for item in value]
     return value + rank if rank is not None and type(value) is int and value < 0 else value
+
+
+def normal(value: Any, rank: int | None, floats: bool) -> Hashable:
+    """A literal as what it is compared by: of calls on floats, 2 is 2.0 except among dimensions."""
+    is_number = floats and rank is None and type(value) is int
+    return frozen(float(value) if is_number else from_front(value, rank))
 
 
 def vertex_matches(host: dict[str, Any], query: dict[str, Any]) -> bool:
@@ -183,8 +189,8 @@ def vertex_matches(host: dict[str, Any], query: dict[str, Any]) -> bool:
             return value is None or isinstance(value, fx.Node)
         return term.kind == "any" or not nodes_in(value)
     if isinstance(term, LiteralValue):
-        same = frozen(from_front(value, host["rank"])) == frozen(from_front(term.value, host["rank"]))
-        return not nodes_in(value) and same
+        at = host["rank"], host["floats"]
+        return not nodes_in(value) and normal(value, *at) == normal(term.value, *at)
     if isinstance(term, ListOf):
         return isinstance(value, (list, tuple)) and len(value) == len(term.items)
     assert isinstance(term, Ignore)

@@ -177,6 +177,19 @@ def test_numbers_are_one_only_where_the_operand_is_of_floats() -> None:
     assert not found(lambda x: x * (2**53 + 1), lambda x: x * float(2**53), ROWS)
 
 
+def test_a_pattern_with_too_many_twins_is_matched_as_it_is_written() -> None:
+    def squares(x: torch.Tensor, count: int = 12) -> torch.Tensor:
+        for _ in range(count):  # 2 ** count readings
+            x = torch.square(x)
+        return x
+
+    def pattern(x: torch.Tensor) -> torch.Tensor:
+        return squares(x)
+
+    assert matches(pattern, pattern)
+    assert not matches(pattern, lambda x: squares(squares(x, 6) ** 2, 6))
+
+
 @pytest.mark.parametrize("name", sorted(DIMS_ARE_A_SET))
 def test_the_order_of_dimensions_means_nothing(name: str) -> None:
     function = getattr(torch.ops.aten, name)
