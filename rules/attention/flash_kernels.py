@@ -20,8 +20,8 @@ from torch import fx
 
 from fxrewrite.ops import bind
 
-_FORWARD = {"_flash_attn_forward", "_flash_attn_varlen_forward", "_varlen_attn", "fwd", "varlen_fwd"}
-_BACKWARD = {"_flash_attn_backward", "_flash_attn_varlen_backward", "_varlen_attn_backward", "bwd", "varlen_bwd"}
+_FORWARD = {"_flash_attn_forward", "_flash_attn_varlen_forward", "_varlen_attn", "fwd"}
+_BACKWARD = {"_flash_attn_backward", "_flash_attn_varlen_backward", "_varlen_attn_backward", "bwd"}
 _NAMES = {
     "query": "q",
     "key": "k",
@@ -34,16 +34,12 @@ _NAMES = {
     "learnable_sink": "sinks",
 }
 """What kernels call arguments, and what they are called here."""
+_WINDOW = ("window_size_left", "window_size_right")
 _NO_MATTER = {
     *("max_q", "max_k", "max_seqlen_q", "max_seqlen_k", "enable_gqa"),  # which the other arguments say
     *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),  # how a kernel works
-    *(
-        "return_softmax",
-        "zero_tensors",
-        "rotary_interleaved",
-        "cp_rank",
-        "cp_tot_seqused_k",
-    ),  # without what they are of
+    *("rotary_interleaved", "is_rotary_interleaved", "cp_rank", "cp_tot_seqused_k"),  # without what they are of
+    *("return_softmax", "zero_tensors"),
 }
 """Arguments that do not change the result, as `FlashCall` reads it."""
 
@@ -92,9 +88,6 @@ class FlashCall(NamedTuple):
         return cls(**known, causal=causal, left=left, right=0 if causal else right, others=others)
 
 
-_WINDOW = ("window_size_left", "window_size_right")
-
-
 def is_flash_forward(node: fx.Node) -> bool:
     """Whether a node calls a kernel that computes attention."""
     return _is_kernel(node, _FORWARD)
@@ -109,4 +102,7 @@ def _is_kernel(node: fx.Node, names: set[str]) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     namespace, _, name = node.target._schema.name.partition("::")
-    return name in names and ("flash_attn" in namespace or namespace == "torch_attn")
+    if name not in names or not ("flash_attn" in namespace or namespace == "torch_attn"):
+        return False
+    given = {_NAMES.get(argument.name, argument.name) for argument in node.target._schema.arguments}
+    return given >= {"q", "k", "v"}

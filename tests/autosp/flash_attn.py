@@ -7,7 +7,8 @@ without `cu_seqlens` are its rows.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,8 +25,22 @@ def _documents(starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.T
     return documents, starts[1:][documents] - torch.arange(length)
 
 
-def _weights(q: Any, k: Any, starts: Any, others: Any, scale: float, window: Window, softcap: float, sinks: Any) -> Any:
+class How(NamedTuple):
+    """What kernels are told beside q, k and v."""
+
+    starts: torch.Tensor
+    """Where documents of queries begin, and the last ends."""
+    others: torch.Tensor
+    """The same of keys."""
+    scale: float
+    window: Window = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, how: How) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Softmax, logsumexp and slope of the bend of all scores [H, T, U]; k has as many heads as q."""
+    starts, others, scale, window, softcap, sinks = how
     scores = torch.einsum("the,uhe->htu", q, k) * scale
     slope = 1 - torch.tanh(scores / softcap).square() if softcap else torch.ones_like(scores)
     scores = torch.tanh(scores / softcap) * softcap if softcap else scores
@@ -42,43 +57,20 @@ def _weights(q: Any, k: Any, starts: Any, others: Any, scale: float, window: Win
     return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0), scores.logsumexp(-1), slope
 
 
-def forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    starts: Any,
-    others: Any,
-    scale: float,
-    causal: bool,
-    window: Window,
-    softcap: float,
-    sinks: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention [T, H, D] and the logsumexp of its scores [H, T], of q [T, H, E], k [U, KV, E] and v [U, KV, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    weights, lse, _ = _weights(q, k, starts, others, scale, (window[0], 0) if causal else window, softcap, sinks)
+    weights, lse, _ = _weights(q, k, how)
     return torch.empty_like(q).copy_(torch.einsum("htu,uhd->thd", weights, v)), lse.float()
 
 
-def backward(
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    starts: Any,
-    others: Any,
-    scale: float,
-    causal: bool,
-    window: Window,
-    softcap: float,
-    sinks: Any,
-) -> list[torch.Tensor]:
+def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> list[torch.Tensor]:
     """The gradients of q, k and v."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    weights, _, slope = _weights(q, k, starts, others, scale, (window[0], 0) if causal else window, softcap, sinks)
+    weights, _, slope = _weights(q, k, how)
     dv, of_weights = torch.einsum("htu,thd->uhd", weights, grad), torch.einsum("thd,uhd->htu", grad, v)
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * slope * scale
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * slope * how.scale
     dq, dk = torch.einsum("htu,uhe->the", of_scores, k), torch.einsum("htu,the->uhe", of_scores, q)
     return [dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))]
 
@@ -105,50 +97,40 @@ _LIBRARY.define(
 _LIBRARY.define(f"_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, {_STARTS}, {_COMMON}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"_flash_attn_backward({_GRADIENTS}, {_COMMON}) -> ()")
 _LIBRARY.define(f"_flash_attn_varlen_backward({_GRADIENTS}, {_STARTS}, {_COMMON}) -> ()")
+_LIBRARY.define(
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int? max_seqlen_q,"
+    " Tensor? q_descale, float? softmax_scale, bool is_causal=False, int window_size_left=-1, int window_size_right=-1,"
+    " int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, Tensor? s_aux=None) -> Tensor"
+)
+"""Of a build of flash_attn 3, some arguments; it is read here, and does not run."""
 
 
-def _options(
-    scale: float, causal: bool, left: int, right: int, softcap: float, alibi_slopes: None, sinks: Any
-) -> tuple[Any, ...]:
-    return scale, causal, (left, right), softcap, sinks
+def _how(starts: Any, others: Any, dropout: float, scale: float, causal: bool, *rest: Any) -> How:
+    left, right, softcap, _, sinks, *_ = rest
+    return How(starts, others, scale, (left, 0 if causal else right), softcap, sinks)
 
 
-def _forward(q: Any, k: Any, v: Any, dropout: float, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = forward(*flat, _rows(q), _rows(k), *_options(*rest[:7]))
+def _forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = forward(*(x.flatten(0, 1) for x in (q, k, v)), _how(_rows(q), _rows(k), *options))
     return torch.empty_like(q).copy_(out.view(q.shape)), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
 
 
-def _varlen_forward(
-    q: Any, k: Any, v: Any, starts: Any, others: Any, m: int, n: int, dropout: float, *rest: Any
-) -> Any:
-    return forward(q, k, v, starts, others, *_options(*rest[:7]))
+def _varlen_forward(q: Any, k: Any, v: Any, starts: Any, others: Any, m: int, n: int, *options: Any) -> Any:
+    return forward(q, k, v, _how(starts, others, *options))
 
 
-def _backward(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, dropout: float, *rest: Any
-) -> None:
+def _fill(buffers: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+    for buffer, x in zip(buffers, found, strict=True):
+        buffer.copy_(x.view_as(buffer))
+
+
+def _backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
     flat = (x.flatten(0, 1) for x in (grad, q, k, v))
-    for into, x in zip((dq, dk, dv), backward(*flat, _rows(q), _rows(k), *_options(*rest[:7])), strict=True):
-        into.copy_(x.view_as(into))
+    _fill(rest[2:5], backward(*flat, _how(_rows(q), _rows(k), *rest[5:])))
 
 
-def _varlen_backward(
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    starts: Any,
-    others: Any,
-    *rest: Any,
-) -> None:
-    for into, x in zip((dq, dk, dv), backward(grad, q, k, v, starts, others, *_options(*rest[3:10])), strict=True):
-        into.copy_(x)
+def _varlen_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
+    _fill(rest[2:5], backward(grad, q, k, v, _how(*rest[5:7], *rest[9:])))
 
 
 for _name, _kernel in (
@@ -227,18 +209,20 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
+def _torch_how(q: Any, starts: Any, others: Any, scale: float | None, window: Any) -> How:
+    return How(starts, others, q.shape[-1] ** -0.5 if scale is None else scale, tuple(window or (-1, -1)))
+
+
 def _torch_forward(
     q: Any, k: Any, v: Any, starts: Any, others: Any, m: Any, n: Any, causal: Any = False, scale: Any = None, *rest: Any
 ) -> Any:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = forward(q, k, v, starts, others, scale, causal, tuple(rest[0] or (-1, -1)), 0.0, None)  # pyright: ignore[reportArgumentType]
+    out, lse = forward(q, k, v, _torch_how(q, starts, others, scale, rest[0]))
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 def _torch_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, starts: Any, others: Any, *rest: Any) -> Any:
-    _, _, causal, _, scale, window = (*rest, None, None)[:6]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return tuple(backward(grad, q, k, v, starts, others, scale, causal, tuple(window or (-1, -1)), 0.0, None))  # pyright: ignore[reportArgumentType]
+    scale, window = (*rest[4:], None, None)[:2]
+    return tuple(backward(grad, q, k, v, _torch_how(q, starts, others, scale, window)))
 
 
 varlen._varlen_attn.register_kernel("cpu")(_torch_forward)  # pyright: ignore[reportPrivateUsage]

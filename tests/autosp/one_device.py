@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autosp_rules import AutoSPConfig, AutoSPReport
 from autosp_rules.transform import transform
@@ -119,3 +119,33 @@ def assert_equal_to_one_device(
     """The loss and gradients are one device's for each number of ranks; the report for the last of them."""
     one_device = OneDevice(model, inputs)
     return [one_device.check(num_ranks, config, **tolerances) for num_ranks in ranks][-1].report
+
+
+def check_one_program(model: nn.Module, batches: Iterable[torch.Tensor], num_ranks: int) -> None:
+    """One program serves ids of all these lengths: loss and gradients of float64 are those of one device."""
+    compiled: list[fx.GraphModule] = []
+    found: list[tuple[Sequence[Any], Sequence[torch.Tensor | None]]] = []
+    torch._dynamo.reset()
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+
+        def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            compiled.append(transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))[0])
+
+            def call(*args: Any) -> Any:
+                run = run_on_ranks(compiled[-1], args, num_ranks, backward=0)
+                found.append((args, run.gradients()))
+                return run.outputs[-1]
+
+            return call
+
+        run = torch.compile(model, backend=backend)
+        for ids in batches:
+            torch._dynamo.mark_dynamic(ids, 1)
+            expected = model(ids)
+            model.zero_grad()
+            expected.backward()
+            torch.testing.assert_close(run(ids), expected.detach(), rtol=1e-12, atol=0)
+            for value, grad in zip(*found[-1], strict=True):
+                if isinstance(value, nn.Parameter):
+                    torch.testing.assert_close(grad, value.grad, rtol=1e-9, atol=1e-14)
+    assert len(compiled) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import fx
 from torch.nn.attention.varlen import varlen_attn
 
 from autosp_rules import AutoSPConfig, dry_run
@@ -19,6 +20,7 @@ from autosp_rules.events import AttentionCallLeft, AttentionRuns, MaskedAttentio
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import Parallelism, Shard, param
 from fxrewrite.testing import simulate
+from rules.attention.flash_kernels import FlashCall
 from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, LayerOnOneDevice, check
 from tests.autosp.flash_attn import flash_attn_func
 
@@ -170,3 +172,15 @@ def test_dropout() -> None:
     """Numbers drawn differ from those of kernels, which have no generator that ranks share."""
     _, report = dry_run(Documents(rows(causal=True, dropout_p=0.5)), {"ids": IDS, "memory": IDS}, num_ranks=3)
     assert report.events_of(AttentionRuns)
+
+
+def test_a_kernel_is_read_by_the_names_of_its_arguments() -> None:
+    graph = fx.Graph()
+    q, starts, sinks = map(graph.placeholder, ("q", "starts", "sinks"))
+    fwd = torch.ops.stand_in_flash_attn.fwd.default
+    given = (q, q, q, None, starts, starts, 8, None, 0.5, False, 4, 2, 0, 3.0, True, sinks)
+    call = graph.call_function(fwd, given)
+    assert FlashCall.of(call) == FlashCall(q, q, q, starts, starts, 0.5, False, 4, 2, 3.0, sinks)
+    causal = graph.call_function(fwd, (q, q, q, None, None, None, None, q, None, True, 4, 2))
+    read = FlashCall.of(causal)
+    assert (read.causal, read.left, read.right, read.others) == (True, 4, 0, {"q_descale"})

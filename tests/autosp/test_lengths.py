@@ -15,7 +15,7 @@ from autosp_rules.transform import transform
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build
-from tests.autosp.one_device import assert_equal_to_one_device, captured, on_ranks
+from tests.autosp.one_device import assert_equal_to_one_device, captured, check_one_program, on_ranks
 from tests.zoo.measure import OneDevice, compare
 from tests.zoo.models import build as build_of_zoo
 
@@ -157,33 +157,10 @@ class Shifted(nn.Module):
 @pytest.mark.some(2)
 def test_a_shifted_loss_in_one_program_for_many_lengths(rows: bool, num_rows: int, num_ranks: int) -> None:
     """Nothing in a program may be of the length that it was traced with."""
-    model, compiled = Shifted(rows=rows).double(), list[fx.GraphModule]()
-    found: list[tuple[Sequence[Any], Sequence[torch.Tensor | None]]] = []
-    torch._dynamo.reset()
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-
-        def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            compiled.append(transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))[0])
-
-            def call(*args: Any) -> Any:
-                run = run_on_ranks(compiled[-1], args, num_ranks, backward=0)
-                found.append((args, run.gradients()))
-                return run.outputs[-1]
-
-            return call
-
-        run = torch.compile(model, backend=backend)
-        for length in (7, 11, 13, 5):  # none of them a multiple of the ranks
-            ids = torch.randint(50, (num_rows, length), generator=torch.Generator().manual_seed(length))
-            torch._dynamo.mark_dynamic(ids, 1)
-            expected = model(ids)
-            model.zero_grad()
-            expected.backward()
-            torch.testing.assert_close(run(ids), expected.detach(), rtol=1e-12, atol=0)
-            for value, grad in zip(*found[-1], strict=True):
-                if isinstance(value, nn.Parameter):
-                    torch.testing.assert_close(grad, value.grad, rtol=1e-9, atol=1e-14)
-    assert len(compiled) == 1
+    lengths = (7, 11, 13, 5)  # none of them a multiple of the ranks
+    draws = ((length, torch.Generator().manual_seed(length)) for length in lengths)
+    batches = (torch.randint(50, (num_rows, length), generator=draw) for length, draw in draws)
+    check_one_program(Shifted(rows=rows).double(), batches, num_ranks)
 
 
 def test_a_whole_batch_of_ids_and_chunks_of_one_token() -> None:

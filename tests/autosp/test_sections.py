@@ -5,19 +5,17 @@ As losses of policies, preferences and rewards take logits, log probabilities an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autosp_rules import AutoSPConfig
-from autosp_rules.transform import transform
-from fxrewrite.spmd import COLLECTIVE_KINDS, axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
-from tests.autosp.one_device import OneDevice, Ranks, captured, on_ranks
+from fxrewrite.spmd import COLLECTIVE_KINDS
+from tests.autosp.one_device import OneDevice, Ranks, captured, check_one_program, on_ranks
 
 CLASSES = 64
 Loss = Callable[["Model", Tensor, Tensor], Any]
@@ -188,33 +186,9 @@ def test_other_slices_are_exact(name: str) -> None:
 @pytest.mark.parametrize("kept", [3, 6])
 def test_one_program_serves_all_lengths(kept: int) -> None:
     """Nothing in it is of the length that it was traced with, nor of its chunks."""
-    model, compiled = Model(losses(kept)["logits twice"]), list[fx.GraphModule]()
-    found: list[tuple[Sequence[Any], Sequence[Tensor | None]]] = []
-    torch._dynamo.reset()
-    with fake_mesh((3,), ("sp",)) as mesh:
-
-        def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            compiled.append(transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))[0])
-
-            def call(*args: Any) -> Any:
-                run = run_on_ranks(compiled[-1], args, 3, backward=0)
-                found.append((args, run.gradients()))
-                return run.outputs[-1]
-
-            return call
-
-        run = torch.compile(model, backend=backend)
-        for length in (11, 13, 29, 8):
-            ids = torch.randint(CLASSES, (2, length), generator=torch.Generator().manual_seed(length))
-            torch._dynamo.mark_dynamic(ids, 1)
-            expected = model(ids)
-            model.zero_grad()
-            expected.backward()
-            torch.testing.assert_close(run(ids), expected.detach(), rtol=1e-12, atol=0)
-            for value, grad in zip(*found[-1], strict=True):
-                if isinstance(value, nn.Parameter):
-                    torch.testing.assert_close(grad, value.grad, rtol=1e-9, atol=1e-14)
-    assert len(compiled) == 1
+    draws = ((length, torch.Generator().manual_seed(length)) for length in (11, 13, 29, 8))
+    batches = (torch.randint(CLASSES, (2, length), generator=draw) for length, draw in draws)
+    check_one_program(Model(losses(kept)["logits twice"]), batches, 3)
 
 
 def test_what_was_cut_off_gets_no_gradient() -> None:
