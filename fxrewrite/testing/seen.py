@@ -62,9 +62,8 @@ def seen(rules: Rule | RuleSet | Plan, model: Callable[..., Any], inputs: Mappin
     The graphs are those before any rewrite. After decompositions rules match as `Plan.decomposed` makes them, by the
     table of `torch.export`; inductor has a table of its own.
     """
-    plan = (
-        RuleSet("seen", rules).once() if isinstance(rules, Rule) else rules if isinstance(rules, Plan) else rules.once()
-    )
+    found = RuleSet("seen", rules) if isinstance(rules, Rule) else rules
+    plan = found.once() if isinstance(found, RuleSet) else found
     graphs: dict[str, fx.GraphModule] = {}
     without: dict[str, str] = {}
     ways: Mapping[str, Callable[[], fx.GraphModule]] = {
@@ -86,14 +85,14 @@ def seen(rules: Rule | RuleSet | Plan, model: Callable[..., Any], inputs: Mappin
         except Exception as error:  # noqa: BLE001  # of any tracer, about any model: it is what the row says
             without[kind] = f"{type(error).__name__}: {first_line(error)}"
             continue
-        found = plan
+        applied = plan
         if kind == "decomposed":
             values = [node.meta.get("val") for node in graphs[kind].graph.nodes]
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             dtypes = {value.dtype for value in tensors if value.dtype.is_floating_point}
             ranks = {value.ndim for value in tensors if value.ndim}
-            found = plan.decomposed(torch.export.default_decompositions(), dtypes=dtypes, ranks=ranks)
-        explanations[kind] = {rule.id: rule.explain(graphs[kind]) for rule in found.rules()}
+            applied = plan.decomposed(torch.export.default_decompositions(), dtypes=dtypes, ranks=ranks)
+        explanations[kind] = {rule.id: rule.explain(graphs[kind]) for rule in applied.rules()}
     return Seen(graphs, explanations, without)
 
 
