@@ -1,7 +1,8 @@
 """Compiles a tree of conditions to a Python function: an `if` for each, values in local variables, tables at branches.
 
 The function takes a root, and appends `(leaf, values by path)` for every leaf all of whose conditions hold. Conditions
-give their own code; lookups among several of them are written here.
+give their own code; lookups among several of them are written here. What follows a lookup is compiled when a graph
+first has that outcome: most graphs have few of the operators that a set of rules knows.
 """
 
 from __future__ import annotations
@@ -44,18 +45,42 @@ class Tree:
 
 def compile_tree(tree: Tree, root: Path) -> TreeFunction:
     """Returns a function that finds the leaves below a root whose operator already chose this tree."""
-    writer = _Writer()
-    return writer.globals[writer.function(tree, {root: "root"})]
+    return _Writer().write(tree, {root: "root"})
 
 
-def follow(
-    table: Mapping[Any, tuple[Callable[..., None], Sequence[Leaf]]], outcomes: Iterable[Any], *arguments: Any
-) -> None:
+class _Outcome:
+    """One outcome of a lookup: the tree that follows, its leaves, and once the outcome occurred, the function of both.
+
+    Outcomes of one lookup that differ in their leaves alone have one function, as have many rules that differ in one
+    literal: to write functions takes most of the time that a set of rules needs.
+    """
+
+    __slots__ = ("_known", "_tree", "_written", "leaves", "run")
+
+    def __init__(self, tree: Tree, known: Sequence[Path], written: dict[Any, Callable[..., None]]) -> None:
+        self.leaves: list[Leaf] = []
+        self.run: Callable[..., None] | None = None
+        self._tree, self._known, self._written = tree, known, written
+
+    def write(self) -> Callable[..., None]:
+        """Returns the function, which takes the leaves, the known values and where to append what it finds."""
+        leaves: list[Leaf] = []
+        shape = _shape(self._tree, leaves)
+        if shape not in self._written:
+            known = {path: f"k{place}" for place, path in enumerate(self._known)}
+            self._written[shape] = _Writer(leaves).write(self._tree, known)
+        self.leaves = leaves
+        self.run = self._written[shape]
+        return self.run
+
+
+def follow(table: Mapping[Any, _Outcome], outcomes: Iterable[Any], *arguments: Any) -> None:
     """Calls the functions in the table that belong to the outcomes, each with its leaves."""
     for outcome in outcomes:
         then = table.get(outcome)
         if then is not None:
-            then[0](then[1], *arguments)
+            run = then.run or then.write()
+            run(then.leaves, *arguments)
 
 
 def _shape(tree: Tree, leaves: list[Leaf]) -> tuple[Any, ...]:
@@ -87,31 +112,28 @@ def _is_plainly(frozen: Any, value: str) -> str:
 
 
 class _Writer:
-    """Writes functions as text; constants and helpers are their globals."""
+    """Writes functions as text; constants and helpers are their globals, and leaves that are stated a parameter."""
 
-    def __init__(self) -> None:
-        self.globals: dict[str, Any] = {**NAMES, "follow": follow, "part": part}
+    def __init__(self, leaves: Sequence[Leaf] = ()) -> None:
+        self._globals: dict[str, Any] = {**NAMES, "follow": follow, "part": part}
         self._constants: dict[int, str] = {}
         self._lines: list[str] = []
-        self._leaves: dict[Leaf, str] = {}
+        self._leaves = {leaf: f"leaves[{place}]" for place, leaf in enumerate(leaves)}
         self._count = 0
 
-    def function(self, tree: Tree, known: dict[Path, str]) -> str:
+    def write(self, tree: Tree, known: dict[Path, str]) -> Callable[..., None]:
+        """Returns the function of a tree, whose parameters are the known values."""
+        return self._globals[self._function(tree, known)]
+
+    def _function(self, tree: Tree, known: dict[Path, str]) -> str:
         """Writes a function whose parameters are the known values, and returns its name."""
         outer, self._lines = self._lines, []
         name = self._new("f")
         self._line(0, f"def {name}({self._values(known)}):")
         self._tree(tree, known, 1)
-        exec("\n".join(self._lines), self.globals)
+        exec("\n".join(self._lines), self._globals)
         self._lines = outer
         return name
-
-    def _shared(self, tree: Tree, known: dict[Path, str], leaves: Sequence[Leaf]) -> Callable[..., None]:
-        """Writes a function for all trees that differ in their leaves alone, and returns it; it is given the leaves."""
-        outer, self._leaves = self._leaves, {leaf: f"leaves[{place}]" for place, leaf in enumerate(leaves)}
-        name = self.function(tree, known)
-        self._leaves = outer
-        return self.globals[name]
 
     def _values(self, known: dict[Path, str]) -> str:
         """Returns the parameters of a function, and its arguments where it is called."""
@@ -126,7 +148,7 @@ class _Writer:
         name = self._constants.get(id(value))
         if name is None:
             name = self._constants[id(value)] = self._new("c")
-            self.globals[name] = value
+            self._globals[name] = value
         return name
 
     def _line(self, depth: int, text: str) -> None:
@@ -134,7 +156,7 @@ class _Writer:
 
     def _tree(self, tree: Tree, known: dict[Path, str], depth: int) -> None:
         if depth > _MAX_DEPTH:
-            self._line(depth, f"{self.function(tree, known)}({self._values(known)})")
+            self._line(depth, f"{self._function(tree, known)}({self._values(known)})")
             return
         for leaf in tree.leaves:
             values = ", ".join(f"{self._constant(path)}: {name}" for path, name in known.items())
@@ -198,18 +220,9 @@ class _Writer:
             self._tree(tree, inside, depth + 1)
 
     def _follow(self, outcomes: str, trees: Mapping[Any, Tree], known: dict[Path, str], depth: int) -> None:
-        """Writes functions, and a call of the one that a table gives for the actual outcome.
-
-        Many rules that differ in one literal have one function: to write it takes most of the time of a set of rules.
-        """
+        """Writes a call of the function that a table gives for the actual outcome."""
         written: dict[Any, Callable[..., None]] = {}
-        table: dict[Any, tuple[Callable[..., None], Sequence[Leaf]]] = {}
-        for outcome, tree in trees.items():
-            leaves: list[Leaf] = []
-            shape = _shape(tree, leaves)
-            if shape not in written:
-                written[shape] = self._shared(tree, dict(known), leaves)
-            table[outcome] = written[shape], leaves
+        table = {outcome: _Outcome(tree, tuple(known), written) for outcome, tree in trees.items()}
         self._line(depth, f"follow({self._constant(table)}, {outcomes}, {', '.join(known.values())}, found)")
 
     def _arguments(self, condition: Condition, operator: str, value: str, known: dict[Path, str], depth: int) -> None:

@@ -5,8 +5,8 @@ import torch
 from torch import fx
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.match import Program, program as program_module
-from fxrewrite.match.compile import Tree, compile_tree
+from fxrewrite.match import Program
+from fxrewrite.match.compile import Tree, _Writer
 from fxrewrite.match.values import Candidate
 from fxrewrite.pattern import Literal, Pattern, trace
 
@@ -44,15 +44,18 @@ def test_rules_that_differ_in_two_literals_are_told_apart() -> None:
         assert found == [(inner, outer)]
 
 
-def test_a_root_operator_is_compiled_when_a_graph_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Tree] = []
-    monkeypatch.setattr(program_module, "compile_tree", lambda *given: made.append(given[0]) or compile_tree(*given))
-    program = Program([("a", trace(lambda x: torch.relu(torch.neg(x)))), ("b", trace(lambda x: torch.tanh(x)))])
-    graph = fx.symbolic_trace(lambda x: torch.tanh(torch.tanh(x))).graph
-    assert made == []
-    for node, key in program.roots(graph.nodes):
-        assert [owner for owner, _ in program.find(node, key)] == ["b"]
-    assert len(made) == 1
+def test_what_follows_an_operator_is_compiled_when_a_graph_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Tree] = []
+    write = _Writer.write
+    monkeypatch.setattr(_Writer, "write", lambda self, tree, known: written.append(tree) or write(self, tree, known))
+    inner = (torch.neg, torch.exp, torch.tanh)
+    relus = [(f, trace(lambda x: torch.relu(f(x)))) for f in inner]  # noqa: B023
+    program = Program([("tanh", trace(lambda x: torch.tanh(x))), *relus])
+    assert written == []
+    for count, f in enumerate(inner[:2]):
+        graph = fx.symbolic_trace(lambda x: torch.relu(torch.relu(f(x)))).graph  # noqa: B023
+        assert [owner for node, key in program.roots(graph.nodes) for owner, _ in program.find(node, key)] == [f]
+        assert len(written) == 2 + count  # of relu; then of each operator that it is seen to follow
 
 
 def test_time_at_a_node_does_not_grow_with_the_number_of_rules(monkeypatch: pytest.MonkeyPatch) -> None:
