@@ -139,7 +139,8 @@ def _bytes_sent(node: fx.Node, axis: Axis) -> int:
     operands: Any = node.args[:3]
     moved = [operand for operand in operands if operand.target is redistribute]
     moves = [(x, *x.args[1:3]) for x in dict.fromkeys(moved)]
-    if node.args[0] in moved:  # the result is moved back as q was moved
+    if node.args[0] in moved:
         _, src, dst, _ = moved[0].args
-        moves.append((node, dst, src))
+        if isinstance(src, Shard):  # the result is moved back as q was moved, unless that was a slice
+            moves.append((node, dst, src))
     return round(sum(redistribution_bytes(bytes_of(x, size_hint), src, dst, axis.size) for x, src, dst in moves))

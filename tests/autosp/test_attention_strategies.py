@@ -79,6 +79,19 @@ def test_what_a_ring_sends_is_in_the_report() -> None:
     assert f"each sends {3 * kv + kv + qo:,} bytes per rank forward" in attention_line(report)
 
 
+def test_attention_among_states_of_one_token_sends_nothing() -> None:
+    """As in residuals that attend to the layers before, the sequence is where heads are, and queries are parameters."""
+
+    def attend(m: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = (y.transpose(1, 2) for y in (k, v))
+        query = keys.new_ones(keys.shape[-1]).expand(*keys.shape[:-2], 1, -1)
+        return v * sdpa(query, keys, values).transpose(1, 2)
+
+    report = check(Layer(attend), ranks=(2,), ids=IDS)[2]
+    assert "sends 0 bytes" in attention_line(report)
+    assert {c.kind for c in report.collectives} == {"all_reduce"}
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("length", [LENGTH, 23])
 def test_rows_of_a_batch_as_one_sequence_over_a_ring(length: int, dynamic: bool) -> None:
