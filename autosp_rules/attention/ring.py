@@ -2,6 +2,7 @@
 
     attention(q, k, v, mask, sinks)  ->  attend_over_ring(q, k, v, leaves, mask, sinks)       before propagation
     attend_over_ring(...)            ->  exchange(ring_attention(exchange(q, k, v, sinks)))   on local shapes
+                                     ->  attention_by_rows(...)     where every rank holds the rows
 
 `ring` serves any number of heads and takes k and v before they are repeated. It holds one chunk of k and v where
 gather_kv holds all of them, and balances causal work. `ring_ulysses` treats P = R x U ranks as R groups of U:
@@ -36,7 +37,7 @@ from autosp_rules.attention.strategy import (
     serve,
 )
 from autosp_rules.memory.costs import bytes_of, set_sends
-from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.ops import fake_value, key
 from fxrewrite.spmd import (
     COLLECTIVE_CALLS,
@@ -60,7 +61,7 @@ from fxrewrite.spmd import (
     rank_node,
     size_hint,
 )
-from rules.attention.by_rows import attention_by_rows, mask_of
+from rules.attention.by_rows import ATTENTION_BY_ROWS, attention_by_rows, mask_of
 from rules.attention.operator import attention_rule
 from rules.masks.expressions import parse_mask
 from rules.masks.kinds import kind_of, name_mask
@@ -127,11 +128,6 @@ ring_of_ranks = _to_ring("ring_of_ranks")
 ring_in_groups = _to_ring("ring_in_groups")
 
 
-@where.predicate("root", text="is_sharded")
-def _is_sharded(root: fx.Node) -> bool:
-    return isinstance(placement_of(root), Shard)
-
-
 lower_ring = Rule(
     "autosp.lower_ring",
     Pattern(
@@ -143,7 +139,6 @@ lower_ring = Rule(
                 cap("sinks", Maybe),
             ),
         ),
-        (_is_sharded,),
     ),
     numerics="reassociates",
 )
@@ -162,10 +157,13 @@ def _(
     per_group: int,
     sinks: Any,
 ) -> Any:
-    """exchange(ring_attention(exchange(q, k, v, sinks)))"""
+    """exchange(ring_attention(exchange(q, k, v, sinks))), or attention_by_rows of what every rank holds whole"""
     context = SpmdContext.required(match.context, lower_ring.id)
     axis, placement = context.axis, placement_of(match.root)
-    assert isinstance(placement, Shard), "the rule matches sharded calls"
+    if not isinstance(placement, Shard):
+        whole = match.call(ATTENTION_BY_ROWS, q, k, v, leaves, mask, scale, softcap, sinks, None)
+        name_mask(match.edit, whole.node, kind_of(match.root))
+        return match.call(operator.getitem, whole, 0)
     held = local_shape(global_shape(match["q"]), placement, axis.size)[2] * axis.size
     zigzag = axis.size > per_group and bool(mask) and is_divided_by(held, 2 * axis.size // per_group)
     rank = match.proxy(rank_node(match.edit, axis))

@@ -105,6 +105,17 @@ def test_rows_of_a_batch_as_one_sequence_over_a_ring(length: int, dynamic: bool)
         check(Layer(attend), dynamic=dynamic, ranks=(ranks,), attention=strategy, ids=IDS[:, :length])
 
 
+def test_rows_that_every_rank_holds_need_no_ring() -> None:
+    """As of attention to the first token alone, in a model whose other attention runs over a ring."""
+
+    def attend(m: Layer, x: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
+        first = sdpa(*(y[:, :, :1] for y in qkv), is_causal=True)
+        return sdpa(*qkv, is_causal=True) * first
+
+    for strategy in ("ring", "ring_ulysses"):
+        check(Layer(attend), ranks=(4,), attention=strategy, ids=IDS)
+
+
 @pytest.mark.parametrize("length", [LENGTH, 21])
 def test_a_symbolic_length_over_a_ring(length: int) -> None:
     check(layer("6 heads", "causal"), ranks=(4,), attention="ring", ids=IDS[:, :length], dynamic=True)
