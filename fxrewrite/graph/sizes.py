@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.functions import Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -33,6 +34,23 @@ def is_same_size(a: Size, b: Size) -> bool:
     if not (isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt)):
         return statically_known_true(a == b)  # pyright: ignore[reportArgumentType]  # numbers, which may be floats
     return _is_known("equal", a, b, lambda: a == b)
+
+
+def is_same_stride(a: Size, b: Size) -> bool:
+    """Whether two strides are equal wherever their tensors have entries; never adds a guard.
+
+    torch writes `Max(1, n)` where a contiguous tensor of n entries may have none, and then strides say nothing.
+    """
+    if is_same_size(a, b):
+        return True
+    first, second = (
+        stride.node.expr.replace(Max, _without_one) if isinstance(stride, torch.SymInt) else stride for stride in (a, b)
+    )
+    return bool(first == second)
+
+
+def _without_one(*sizes: sympy.Expr) -> sympy.Expr:
+    return Max(*(size for size in sizes if size != 1))
 
 
 def is_same_view(a: torch.Tensor, b: torch.Tensor, from_a: Size = 0, from_b: Size = 0) -> bool:

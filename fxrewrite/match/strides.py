@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fxrewrite import ops
 from fxrewrite.graph.bodies import body_of
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.graph.sizes import is_same_size, is_same_stride
 from fxrewrite.match.safety import Effects
 
 _RUN_ON_OPERANDS = frozenset(
@@ -311,7 +311,7 @@ def _is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     Strides of dimensions with one entry are ignored. Source: torch._prims_common.check_significant_strides.
     """
     pairs = zip(a.stride(), b.stride(), a.shape, strict=False)
-    return a.ndim == b.ndim and all(m is n or is_same_size(m, n) or is_same_size(size, 1) for m, n, size in pairs)
+    return a.ndim == b.ndim and all(m is n or is_same_stride(m, n) or is_same_size(size, 1) for m, n, size in pairs)
 
 
 def _is_moved(was: Any, is_now: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from fxrewrite import Edit
 from fxrewrite.capture import normalize
 from fxrewrite.graph import divide_exactly, is_same_size, product
-from fxrewrite.graph.sizes import SizeNodes, require_divisible, size_hint
+from fxrewrite.graph.sizes import SizeNodes, is_same_stride, require_divisible, size_hint
 from tests.dynamo import caught
 
 
@@ -41,6 +41,17 @@ def test_symbols_divide_without_guards() -> None:
     assert divide_exactly(a, 2) is None
     assert not is_same_size(a, b)
     assert not is_same_size(a, 3)
+    assert len(a.node.shape_env.guards) == guards
+
+
+def test_strides_are_equal_where_there_are_entries() -> None:
+    a, b = _sizes()
+    chunk, guards = b // 4, len(a.node.shape_env.guards)
+    assert not is_same_size(6 * torch.sym_max(1, chunk), 6 * chunk)
+    assert is_same_stride(6 * torch.sym_max(1, chunk), 6 * chunk)
+    assert not is_same_stride(6 * torch.sym_max(1, chunk), 6 * a)
+    assert not is_same_stride(6 * torch.sym_max(1, chunk), 6)
+    assert not is_same_stride(4, 6)
     assert len(a.node.shape_env.guards) == guards
 
 
