@@ -107,6 +107,12 @@ TOO: dict[str, Loss] = {
     "runs": lambda m, h, ids: m.head(h).flatten(0, 1)[1:].square().mean(),
     "every second": lambda m, h, ids: m.head(h)[:, ::2].square().mean(),
     "truths": lambda m, h, ids: ((h > 0)[row(ids), last(ids)] * h.sum(1)).sum(),
+    "classes, of which those of other rows are none": lambda m, h, ids: (
+        (x := m.head(h))[:, 3:]
+        .gather(2, torch.where(torch.arange(ids.shape[1]) < 3, -100, x.argmax(-1))[:, 3:, None])
+        .square()
+        .sum()
+    ),
     "one by one": lambda m, h, ids: sum((i + 1) * h[:, i : i + 1].exp().sum() for i in range(ids.shape[1] - 1)),
     "each of them": lambda m, h, ids: sum((i + 1) * h[:, i].exp().sum() for i in range(ids.shape[1] - 1)),
 }

@@ -12,7 +12,7 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.sizes import is_divided_by, is_same_size, quotient, require_divisible, size_hint
 from fxrewrite.graph.walk import reached
-from fxrewrite.ops import bind, key
+from fxrewrite.ops import bind, is_inexact, key
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.layouts.rule import Call, LayoutRule, tensor_of
@@ -42,6 +42,10 @@ def _kept_of(value: fx.Node, dim: int) -> Iterator[int]:
     for user in value.users:
         if key(user) in ("aten::slice", "aten::narrow") and bind(user)["dim"] % tensor_of(value).dim() == dim:
             yield size_hint(tensor_of(user).shape[dim])
+
+
+def _is_integer(value: fx.Node) -> bool:
+    return not is_inexact(tensor_of(value)) and tensor_of(value).dtype != torch.bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,13 @@ class IndexedCall:
 
         Users see it so if no rank then has more rows than all that are kept. Otherwise, or if a product of matrices
         follows that would run on rows which were cut off, they see it in even chunks, or whole if it has fewer entries
-        than there are ranks. That pays unless a gather of what such slices read sends less.
+        than there are ranks. That pays unless a gather of what such slices read sends less. Integers
+        are gathered: of those that were cut off an operator may fail, as a lookup of -100 does.
         """
         section, placement = self.indices.section, self.placements[0]
         if section is None or not self.clears_padding or not isinstance(placement, Shard):
+            return None
+        if _is_integer(self.call.operands[0]):
             return None
         is_one_run = is_same_size(placement.outer, 1) and is_same_size(placement.inner, 1)
         if placement.dim != section.dim or not is_one_run or (self.preferred[0] and not placement.is_section):
