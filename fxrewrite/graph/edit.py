@@ -96,7 +96,9 @@ class Edit:
                     check(part)
                 part._check()
             undo.pop_all()
-        for part in parts:
+        for part in reversed(
+            parts
+        ):  # a graph is compiled with those within, which have none of what was erased by then
             part._commit()
 
     def parts(self) -> Iterator[Edit]:

@@ -95,7 +95,10 @@ def may_be_random(operator_key: str, called: torch._ops.OpOverload | None = None
 def _body_draws(node: fx.Node) -> bool:
     """Whether a subgraph of a higher-order operator draws random numbers, or that is unknown."""
     bodies = bodies_of(node) if keys.key(node) in FUNCTIONAL_BODIES else None
-    return not bodies or any(is_random(inner) for body in bodies for inner in body.graph.nodes)
+    if not bodies:
+        return True
+    calls = (inner for body in bodies for inner in body.graph.nodes if inner.args)  # what a transaction erased has none
+    return any(map(is_random, calls))
 
 
 def _switches_off(bound: dict[str, Any]) -> bool:
