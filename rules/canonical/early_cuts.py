@@ -7,9 +7,8 @@
 As of the logits of a completion, `head(hidden)[:, -n:]`: rows of few features are cut, and sent where ranks divide
 them anew, and not rows of all classes. Between the product and the slice there may be operators that keep rows apart,
 as their layout rules say.
-Matches if nothing else reads the rows; slices of slices move together. Does not match, in these words: "no product is
-computed of its rows"; "%relu is read elsewhere"; "a slice of its rows follows, which moves both"; "%index_put writes,
-or sets a mode, between the product and the slice".
+Matches if nothing else reads the rows. Does not match, in these words: "no product is computed of its rows"; "%relu is
+read elsewhere"; "%index_put writes, or sets a mode, between the product and the slice".
 Shapes: x [..., S, ..., d], w [o, d] -> [..., c - a, ..., o]. Numerics: reassociates (other kernels of the product).
 Source: `logits_to_keep` of transformers, which models slice hidden states by.
 
@@ -31,9 +30,9 @@ import torch
 from torch import fx
 
 from fxrewrite import DeadCode, Match, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.ops import bind, fake_value, has_trait, is_pure, is_random, key, mutates
+from fxrewrite.ops import bind, fake_value, has_trait, is_pure, key, mutates
 from fxrewrite.spmd import Call, Shard, Size, size_proxy
-from rules.canonical.entries import above, below
+from rules.canonical.entries import above
 from rules.layouts.cuts import section_of
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def _rows(root: fx.Node) -> _Rows | str:
     """Returns what a slice cuts rows of; or why that is no product."""
     node, placement, found = root, Shard(_dim(root), uneven=True), "no product is computed of its rows"
     chain, cuts, rows = list[tuple[fx.Node, fx.Node]](), list[fx.Node](), None
-    while node.op == "call_function" and is_pure(node) and not is_random(node):
+    while node.op == "call_function" and is_pure(node):
         if len(node.users) > 1 and node is not root:
             found = f"%{node.name} is read elsewhere"
             break
@@ -82,26 +81,11 @@ def _dim(cut: fx.Node) -> int:
     return bind(cut)["dim"] % fake_value(cut).dim()
 
 
-def _is_cut_again(root: fx.Node) -> bool:
-    """Whether another slice of the rows follows, which moves this one with it."""
-    node, placement = root, Shard(_dim(root), uneven=True)
-    while placement is not None and len(node.users) == 1:
-        reader = next(iter(node.users))
-        if reader.op != "call_function" or _cuts(reader, placement):
-            return reader.op == "call_function"
-        call = Call.of(reader)
-        placement = below(call, {call.operands.index(node): placement}) if node in call.operands else None
-        node = reader
-    return False
-
-
 @where.predicate("root", text="is_of_a_product")
 def _is_of_a_product(root: fx.Node) -> bool | str:
     rows = _rows(root)
     if isinstance(rows, str):
         return rows
-    if _is_cut_again(root):
-        return "a slice of its rows follows, which moves both"
     node = rows.chain[0][0]
     while node is not root:
         node = node.next

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxrewrite.spmd import Call, IndexMap, Shard
+from fxrewrite.spmd import Call, Shard
 from rules.layouts import LAYOUTS
 
 
@@ -15,8 +15,8 @@ def below(call: Call, placed: Mapping[int, Shard]) -> Shard | None:
 
     A placement says which dimension has the entries. Other operands are read whole for each entry.
     """
-    indices = _indices(call)
-    if indices is None or (_has_shape(call) and call.key != "aten::reshape"):
+    _, rule, indices = LAYOUTS.of(call.node)
+    if rule is None or indices is None or (rule.shape_arg and call.key != "aten::reshape"):
         return None
     parts = [indices.locate(indices.operands[position], placement) for position, placement in placed.items()]
     part = parts[0]
@@ -31,10 +31,11 @@ def below(call: Call, placed: Mapping[int, Shard]) -> Shard | None:
 
 def above(node: fx.Node, placement: Shard) -> tuple[fx.Node, Shard] | None:
     """Returns the first operand, if it alone has the entries that the result has there, and where it has them."""
-    call = Call.of(node)
-    indices = _indices(call)
-    part = None if indices is None or _has_shape(call) else indices.locate(indices.results[0], placement)
-    if indices is None or part is None or part.index in indices.whole:
+    call, rule, indices = LAYOUTS.of(node)
+    if rule is None or indices is None or rule.shape_arg:
+        return None
+    part = indices.locate(indices.results[0], placement)
+    if part is None or part.index in indices.whole:
         return None
     having = [at for at, terms in enumerate(indices.operands) if indices.has(terms, part.index)]
     found = indices.placement(indices.operands[0], part) if having == [0] else None
@@ -42,15 +43,3 @@ def above(node: fx.Node, placement: Shard) -> tuple[fx.Node, Shard] | None:
     if not isinstance(found, Shard) or not is_first or found != Shard(found.dim, uneven=True):
         return None
     return call.operands[0], found
-
-
-def _indices(call: Call) -> IndexMap | None:
-    """The index map of a call with one result whose sizes are known before it runs."""
-    rule = LAYOUTS.get(call.key)
-    indices = None if rule is None or call.reads_sizes else rule.map(call)
-    return indices if indices is not None and len(indices.results) == 1 else None
-
-
-def _has_shape(call: Call) -> bool:
-    rule = LAYOUTS.get(call.key)
-    return rule is not None and bool(rule.shape_arg)

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten
 
 from fxrewrite import DeadCode, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.graph import operands_first
-from fxrewrite.ops import bind, fake_value, is_pure, is_random, key, mutates
+from fxrewrite.ops import bind, fake_value, is_pure, key, mutates
 from fxrewrite.spmd import Call, Shard, Size, is_same_size, product, size_proxy
 from rules.canonical.entries import below
 
@@ -68,7 +68,7 @@ class _Parts:
         """
         found, args = _Parts(joined), bind(joined)
         tensors = args["tensors"]
-        if len(set(tensors)) < max(2, len(tensors)):
+        if len(set(tensors)) < 2:
             raise _RefusedError("it does not join all parts of a value")
         found.alike[tensors[0]] = tuple(tensors)
         for node in operands_first(tensors[0], found._operands):
@@ -108,7 +108,7 @@ class _Parts:
             return
         call = Call.of(node)
         placed = {i: self.placements[operand] for i, operand in enumerate(call.operands) if operand in self.placements}
-        found = below(call, placed) if placed and is_pure(node) and not is_random(node) else None
+        found = below(call, placed) if placed and is_pure(node) else None
         if found is None:
             raise _RefusedError(f"%{node.name} keeps no entries apart")
         self.placements[node] = found

@@ -61,6 +61,11 @@ LEFT: dict[str, tuple[Function, str]] = {
     "two sums of rows": (lambda x: (head(x) + head(x.sin()))[:, -3:], "no product is computed of its rows"),
     "a scan": (lambda x: head(x).cumsum(1)[:, -3:], "no product is computed of its rows"),
     "every second": (lambda x: head(x)[:, ::2], ""),
+    "every second, then some": (lambda x: head(x)[:, ::2][:, 1:], "no product is computed of its rows"),
+    "draws": (lambda x: F.dropout(head(x))[:, -3:], "no product is computed of its rows"),
+    "a square": (lambda x: ((y := x @ x.mT) @ y)[:, :3], "no product is computed of its rows"),
+    "a stated length": (lambda x: head(x).reshape(2, 11, 7, 1)[:, -3:], "no product is computed of its rows"),
+    "rows of a batch": (lambda x: head(x).flatten(0, 1)[3:], "no product is computed of its rows"),
     "another mode": (behind, "writes, or sets a mode, between the product and the slice"),
 }
 

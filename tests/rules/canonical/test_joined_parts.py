@@ -48,13 +48,43 @@ JOINED: dict[str, Function] = {
     "labels too": of_labels,
     "another place": lambda x, ids: torch.cat([part.transpose(0, 1).sin() for part in x.split(4, 1)], 0),
     "read twice": lambda x, ids: torch.cat([part * part.amax(-1, keepdim=True) for part in x.split(4, 1)], 1),
+    "reshapes": lambda x, ids: torch.cat(
+        [p.reshape(-1, 4 * WIDTH).exp().reshape(-1, 4, WIDTH) for p in x[:, :8].split(4, 1)], 1
+    ),
     "nothing between": lambda x, ids: torch.cat(x.split(4, 1), 1) * 2,
 }
 KEPT: dict[str, tuple[Function, str]] = {
     "other order": (lambda x, ids: torch.cat(x.split(4, 1)[::-1], 1), "does not join all parts"),
     "some": (lambda x, ids: torch.cat([p.exp() for p in x.split(4, 1)[:2]], 1), "does not join all parts"),
+    **{
+        name: (function, "does not join all parts")
+        for name, function in {
+            "slices in another order": lambda x, ids: torch.cat([x[:, 4:8].exp(), x[:, :4].exp(), x[:, 8:].exp()], 1),
+            "every second": lambda x, ids: torch.cat([x[:, :8:2].exp(), x[:, 4:].exp()], 1),
+            "slices of two values": lambda x, ids: torch.cat([x[:, :4].exp(), x.sin()[:, 4:].exp()], 1),
+            "some slices": lambda x, ids: torch.cat([x[:, :4].exp(), x[:, 4:8].exp()], 1),
+        }.items()
+    },
     "one twice": (lambda x, ids: torch.cat([x.exp()] * 2, 1), "does not join all parts"),
     "other functions": (lambda x, ids: torch.cat([x[:, :4].exp(), x[:, 4:].sin()], 1), "does not join all parts"),
+    "products of parts": (
+        lambda x, ids: torch.cat(
+            [(p @ q.mT).sum(-1) for p, q in zip(x[:, :8].split(4, 1), x[:, 3:].split(4, 1), strict=True)], 1
+        ),
+        "keeps no entries apart",
+    ),
+    "a stated length": (
+        lambda x, ids: torch.cat([p[None].expand(2, -1, 4, -1).sum(0) for p in x[:, :8].split(4, 1)], 1),
+        "keeps no entries apart",
+    ),
+    "of two parts": (
+        lambda x, ids: torch.cat([p * x[:, :4] for p in x[:, :8].split(4, 1)], 1),
+        "keeps no entries apart",
+    ),
+    "of other parts": (
+        lambda x, ids: torch.cat([(p := x[:, :9].split(3, 1))[0] * p[0], p[1] * p[2], p[2] * p[1]], 1),
+        "does not join all parts",
+    ),
     "other numbers": (
         lambda x, ids: torch.cat([p * i for i, p in enumerate(x.split(4, 1))], 1),
         "does not join all parts",
