@@ -20,7 +20,7 @@ from autosp_rules.events import AttentionCallLeft, AttentionRuns, MaskedAttentio
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import Parallelism, Shard, param
 from fxrewrite.testing import simulate
-from rules.attention.flash_kernels import FlashCall
+from rules.attention.flash_kernels import FlashCall, is_flash_forward
 from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, LayerOnOneDevice, check
 from tests.autosp.flash_attn import flash_attn_func
 
@@ -86,6 +86,7 @@ RAISED: dict[str, tuple[Attend, str]] = {
     "causal": (rows(causal=True), "causal"),
     "window": (rows(causal=True, window_size=(3, 3), softmax_scale=0.3), "causal and window 4"),
     "window to both sides": (rows(window_size=(2, 1)), "a condition on positions"),
+    "keys up to a later one": (rows(window_size=(-1, 2)), "a condition on positions"),
     "keys before": (rows(window_size=(2, -1)), "window 3"),
     "softcap": (rows(causal=True, softcap=2.0), "causal"),
     "sinks": (_with_sinks, "causal"),
@@ -107,7 +108,12 @@ def _with_lse(m: Layer, x: Any, *qkv: torch.Tensor) -> torch.Tensor:
     return _called(m, function, *qkv)
 
 
+def _with_slopes(m: Layer, x: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    return rows(causal=True, alibi_slopes=m.slopes.detach())(m, x, *qkv)
+
+
 LEFT: dict[str, tuple[Attend, str]] = {
+    "slopes": (_with_slopes, "it has alibi_slopes"),
     "logsumexp": (_with_lse, "its logsumexp is read"),
     "bent gradients": (rows(factor=0.5), "its custom function also calls aten::mul"),
 }
@@ -137,7 +143,8 @@ def test_anything_else_runs_whole(name: str) -> None:
 
 def test_more_keys_than_queries() -> None:
     """The last query reads up to the last key."""
-    check(Documents(rows(causal=True, window_size=(5, 0)), cross=True), ranks=(3, 4))
+    for window in ((5, 0), (-1, -1)):
+        check(Documents(rows(causal=True, window_size=window), cross=True), ranks=(3, 4))
 
 
 def test_one_row_of_documents() -> None:
@@ -174,6 +181,39 @@ def test_dropout() -> None:
     assert report.events_of(AttentionRuns)
 
 
+def _with_narrow_keys(m: Layer, x: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    return _called(m, lambda q, k, v: flash_attn_func(q, k.float(), v), *qkv)
+
+
+class Twice(torch.autograd.Function):
+    """Attention of what was attended, in one function."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            q, _ = torch.ops.stand_in_flash_attn._flash_attn_forward(
+                q, k, v, 0.0, 0.5, False, -1, -1, 0.0, None, None, False
+            )
+        return q
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, grad, grad
+
+
+@pytest.mark.parametrize(
+    ("attend", "why"),
+    [
+        (lambda m, x, *qkv: _called(m, Twice.apply, *qkv), "its custom function calls 2 kernels"),
+        (rows(dropout_p=0.5, softcap=2.0), "it has a softcap and dropout"),
+        (_with_narrow_keys, "keys have dtype torch.float32, queries torch.float64"),
+    ],
+)
+def test_what_attention_cannot_do_is_left(attend: Attend, why: str) -> None:
+    _, report = dry_run(Documents(attend), {"ids": IDS, "memory": IDS}, num_ranks=3)
+    assert [event.why for event in report.events_of(AttentionCallLeft)] == [why]
+
+
 def test_a_kernel_is_read_by_the_names_of_its_arguments() -> None:
     graph = fx.Graph()
     q, starts, sinks = map(graph.placeholder, ("q", "starts", "sinks"))
@@ -184,3 +224,10 @@ def test_a_kernel_is_read_by_the_names_of_its_arguments() -> None:
     causal = graph.call_function(fwd, (q, q, q, None, None, None, None, q, None, True, 4, 2))
     read = FlashCall.of(causal)
     assert (read.causal, read.left, read.right, read.others) == (True, 4, 0, {"q_descale"})
+
+
+def test_a_kernel_with_other_arguments_is_not_read() -> None:
+    library = torch.library.Library("packed_flash_attn", "FRAGMENT")
+    library.define("fwd(Tensor qkv) -> Tensor")
+    graph = fx.Graph()
+    assert not is_flash_forward(graph.call_function(torch.ops.packed_flash_attn.fwd.default, (graph.placeholder("x"),)))
