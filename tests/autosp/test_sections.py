@@ -104,6 +104,7 @@ LOOKED_UP: dict[str, Loss] = {
 TOO: dict[str, Loss] = {
     "differences": lambda m, h, ids: (h[:, 1:] - h[:, :-1]).square().sum(),
     "attention": lambda m, h, ids: m.head(attended(h[:, 1:])).square().mean(),
+    "a section of a section": lambda m, h, ids: (h[:, :-4].exp()[:, 1:].sin() * h[:, 2:-3]).sum(),
     "runs": lambda m, h, ids: m.head(h).flatten(0, 1)[1:].square().mean(),
     "every second": lambda m, h, ids: m.head(h)[:, ::2].square().mean(),
     "truths": lambda m, h, ids: ((h > 0)[row(ids), last(ids)] * h.sum(1)).sum(),
