@@ -49,7 +49,7 @@ def is_same_stride(a: Size, b: Size) -> bool:
     return bool(first == second)
 
 
-def _without_one(*sizes: sympy.Expr) -> sympy.Expr:
+def _without_one(*sizes: sympy.Expr) -> Any:
     return Max(*(size for size in sizes if size != 1))
 
 
