@@ -39,6 +39,7 @@ FOUND: dict[str, tuple[int, tuple[int, ...], str]] = {
         "v1 = attended(h, h)\nv2 = v1.softmax(2) - v1\nv3 = attended(v2, v2, is_causal=True)\n"
         "return (v3 * v3.softmax(1)).sum()",
     ),
+    "attention with a softcap, beside rows of weights": (2, (8,), "v1 = flash(h, softcap=2.0)\nreturn v1.exp().sum()"),
     "attention in a custom function": (2, (12,), "v1 = attends(h)\nreturn v1.exp().mean()"),
     "classes of which those that are cut off are none": (
         3,
@@ -54,6 +55,7 @@ FOUND: dict[str, tuple[int, tuple[int, ...], str]] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_failed(name: str) -> None:
     num_ranks, lengths, text = FOUND[name]
+    plan = "rows" if "rows of weights" in name else ""
     attention = "ring" if "ring" in name else "auto"
-    found = check(Case(Program.of(text), num_ranks, lengths, attention=attention))
+    found = check(Case(Program.of(text), num_ranks, lengths, plan, attention))
     assert found.kind == "exact", found.why

@@ -25,7 +25,9 @@ _RESHAPES = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.r
 
 def operators_of(function: Callable[..., Any], values: Sequence[Any], *, pre_dispatch: bool) -> fx.GraphModule:
     """What a function of these fake values runs, as operators for chunks; `pre_dispatch`, as above autograd."""
-    body = make_fx(function, tracing_mode="fake", pre_dispatch=pre_dispatch)(*values)
+    # Equal calls share a fake value, and tracing knows operands by their values: each gets one of its own.
+    own = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in values]
+    body = make_fx(function, tracing_mode="fake", pre_dispatch=pre_dispatch)(*own)
     for node in body.graph.nodes:
         node.target = _RESHAPES.get(node.target, node.target)
     return body
