@@ -13,7 +13,8 @@ kinds of operators start hidden states, in any model:
 The sequence is the last dimension of ids, or the dimension next to the features; it is followed through transposes
 from the inputs on. For a floating input [a, b, features] it is the longer of a and b; `sequence_dim` overrides that.
 Ids of one dimension are one for each row of a batch, unless `sequence_dim` is 0 or they are a row of ids [batch, S].
-Whether a dimension is symbolic does not matter, because batch sizes vary, too. All this decides only what is fast:
+Features of the call that one row of hidden states modulates, as patches are scaled by what is pooled of a text, start
+hidden states themselves. Whether a dimension is symbolic does not matter, because batch sizes vary, too. All this decides only what is fast:
 results are exact whatever is sharded.
 A length that the number of ranks does not divide is sharded in padded chunks, with a line in the report. A length
 shorter than the number of ranks stays whole if there is a longer one, with a line. A call of one token runs whole on
@@ -156,7 +157,8 @@ class ShardInputs:
         axis = SpmdContext.required(context, self.name).axis
         held = hold_chunks(edit, axis)
         self._check_sequence_dim(edit.nodes())
-        starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
+        tracing = _Tracing(self.rules, self.sequence_dim)
+        starts = list(tracing.starts(edit.nodes()))
         for node, placement in held.items():
             _note_sharded(edit, node, placement, axis)
         if not starts and not held and _is_one_token(edit):
@@ -172,7 +174,7 @@ class ShardInputs:
             else:
                 node, source, length = start.node.name, source_line(start.node), size_hint(start.length)
                 report.events.append(TooShort(node=node, source=source, length=length, num_ranks=axis.size))
-        _note_joined(edit, axis)
+        _note_joined(edit, axis, tracing)
         return len(starts)
 
     def _check_sequence_dim(self, nodes: Sequence[fx.Node]) -> None:
@@ -213,19 +215,31 @@ def _note_sharded(edit: Edit, value: fx.Node, placement: Shard, axis: Axis) -> N
     edit.set_fact(output, _LENGTHS, (*(_LENGTHS.of(output) or ()), (shape[placement.dim], placement.uneven)))
 
 
-def _note_joined(edit: Edit, axis: Axis) -> None:
-    """Records lengths of longer sequences: tokens may be joined to one, as a class token, a prompt or an image's."""
+def _note_joined(edit: Edit, axis: Axis, tracing: _Tracing) -> None:
+    """Records lengths of longer sequences: tokens may be joined to one, as a class token, a prompt or an image's.
+
+    Tokens of the call that start no hidden states before they are joined are a sequence of their own, once they are cut
+    off again: patches that text comes before, and positions are added to both.
+    """
     output = edit.graph.output_node()
     for node in edit.nodes() if _LENGTHS.of(output) else ():
         if key(node) != "aten::cat" or not is_tensor(node) or not _is_floating(node):
             continue
-        args, lengths = bind(node), _LENGTHS.of(output) or ()
-        dim, joined = args["dim"] % len(_shape(node)), _shape(node)
-        parts = [_shape(part)[dim] for part in args["tensors"] if len(_shape(part)) == len(joined)]
-        if len(joined) < 3 or not any(is_same_size(part, length) for part in parts for length, _ in lengths):
-            continue
-        if not any(is_same_size(joined[dim], length) for length, _ in lengths) and not is_read_from_data(joined[dim]):
-            edit.set_fact(output, _LENGTHS, (*lengths, (joined[dim], not is_divided_by(joined[dim], axis.size))))
+        args, joined = bind(node), _shape(node)
+        dim = args["dim"] % len(joined)
+        if len(joined) < 3 and dim != 0:
+            continue  # features
+        parts = [part for part in args["tensors"] if len(_shape(part)) == len(joined)]
+        if any(_is_length(edit, _shape(part)[dim]) for part in parts):
+            called = [part for part in parts if tracing.origin(part) == Origin.CALL]
+            for size in (joined[dim], *(_shape(part)[dim] for part in called)):
+                if not _is_length(edit, size) and not is_read_from_data(size) and size_hint(size) >= axis.size:
+                    found = (*(_LENGTHS.of(output) or ()), (size, not is_divided_by(size, axis.size)))
+                    edit.set_fact(output, _LENGTHS, found)
+
+
+def _is_length(edit: Edit, size: Size) -> bool:
+    return any(is_same_size(size, length) for length, _ in _LENGTHS.of(edit.graph.output_node()) or ())
 
 
 def along_sequence(node: fx.Node, value: torch.Tensor) -> Placement:
@@ -265,14 +279,33 @@ class _Tracing:
                 if start:
                     yield start
 
+    def origin(self, node: fx.Node) -> Origin:
+        return self._trace(node).origin
+
     def _trace(self, node: fx.Node) -> Trace:
         return self._traces.get(node, Trace())
 
     def _followed(self, node: fx.Node) -> Trace:
         if not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
             return Trace()  # a size does not influence the numbers
-        origin = max((self._trace(operand).origin for operand in node.all_input_nodes), default=Origin.MODEL)
+        operands = [operand for operand in node.all_input_nodes if not self._is_spread(operand, node)]
+        origin = max((self._trace(operand).origin for operand in operands), default=Origin.MODEL)
         return Trace(origin, self._dim(node) if origin == Origin.CALL else None)
+
+    def _is_spread(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Whether one row of hidden states meets all tokens of another operand, whose hidden states start later.
+
+        Of such a row are scales and gates that are computed of a text, and modulate patches.
+        """
+        if self._trace(operand).origin != Origin.HIDDEN or not is_tensor(node):
+            return False
+        shape = _shape(node)
+        for tokens in node.all_input_nodes if len(shape) == 3 else ():
+            trace = self._trace(tokens)
+            if trace.origin == Origin.CALL and is_tensor(tokens) and tuple(_shape(tokens)) == tuple(shape):
+                row, dim = _shape(operand), trace.dim if trace.dim in (0, 1) else 1
+                return len(row) < 3 - dim or is_same_size(row[dim - 3], 1)
+        return False
 
     def _dim(self, node: fx.Node) -> int | None:
         """Returns where the first operand's sequence is in the result, by the operator's layout rule, or None."""

@@ -73,6 +73,37 @@ class Streams(nn.Module):
         return self.out(self.together(torch.cat(both, 1))[:, text.shape[1] :]).square().mean()
 
 
+class Patches(nn.Module):
+    """Patches of an image, which meet a text as `join` says, in the blocks of a diffusion transformer."""
+
+    def __init__(self, join: Callable[[Patches, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.join = join
+        self.text, self.patch, self.out = nn.Linear(12, WIDTH), nn.Conv2d(4, WIDTH, 2, 2), nn.Linear(WIDTH, 16)
+        self.position, self.layers = nn.Parameter(torch.randn(1, 68, WIDTH)), nn.Sequential(Block(), Block())
+
+    def forward(self, text: Tensor, pixels: Tensor) -> Tensor:
+        patches = self.patch(pixels).flatten(2).transpose(1, 2)
+        return self.out(self.join(self, self.text(text), patches)).square().mean()
+
+
+def _positions_of_both(m: Patches, text: Tensor, patches: Tensor) -> Tensor:
+    """As CogVideoX adds positions to text and patches together, and takes them apart again."""
+    both = torch.cat([text, patches], 1) + m.position
+    return m.layers(both[:, text.shape[1] :]) + both[:, : text.shape[1]].mean(1, keepdim=True)
+
+
+def _modulated(m: Patches, text: Tensor, patches: Tensor) -> Tensor:
+    """As Mochi scales patches by what it pools of the text, before any operator that is known as a norm."""
+    return m.layers(patches * patches.square().mean(-1, keepdim=True).rsqrt() * (1 + text.mean(1, keepdim=True)))
+
+
+def _row_by_row(m: Patches, text: Tensor, patches: Tensor) -> Tensor:
+    """As Z-Image joins the rows of a batch, one by one, since their texts may have different lengths."""
+    rows = [torch.cat(row) for row in zip(m.layers[0](patches), text, strict=True)]
+    return m.layers[1](nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+
 def _llava() -> nn.Module:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {**vision, "vocab_size": VOCAB, "max_position_embeddings": 64, "use_cache": False}
@@ -99,12 +130,19 @@ def _with_image() -> Tensor:
     return ids
 
 
+def _text_and_pixels() -> dict[str, Any]:
+    return {"text": _floats(2, 4, 12), "pixels": _floats(2, 4, 16, 16)}
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
     "four memory tokens": (lambda: Joined(4), lambda: {"ids": _ids(1, 64)}),
     "a prompt of three, length 15": (lambda: Joined(3), lambda: {"ids": _ids(3, 15)}),
     "a class token": (Vision, lambda: {"pixels": _floats(1, 3, 16, 16), "labels": torch.tensor([3])}),
     "two streams": (Streams, lambda: {"text": _floats(1, 8, 12), "image": _floats(1, 16, 8)}),
     "two streams, odd": (Streams, lambda: {"text": _floats(2, 7, 12), "image": _floats(2, 16, 8)}),
+    "positions of text and patches": (lambda: Patches(_positions_of_both), _text_and_pixels),
+    "patches that a text modulates": (lambda: Patches(_modulated), _text_and_pixels),
+    "rows that are joined one by one": (lambda: Patches(_row_by_row), _text_and_pixels),
     "llava": (
         _llava,
         lambda: {"input_ids": (ids := _with_image()), "pixel_values": _floats(1, 3, 16, 16), "labels": ids},
