@@ -14,8 +14,8 @@ The sequence is the last dimension of ids, or the dimension next to the features
 from the inputs on. For a floating input [a, b, features] it is the longer of a and b; `sequence_dim` overrides that.
 Ids of one dimension are one for each row of a batch, unless `sequence_dim` is 0 or they are a row of ids [batch, S].
 Features of the call that one row of hidden states modulates, as patches are scaled by what is pooled of a text, start
-hidden states themselves. Whether a dimension is symbolic does not matter, because batch sizes vary, too. All this decides only what is fast:
-results are exact whatever is sharded.
+hidden states themselves. Whether a dimension is symbolic does not matter, because batch sizes vary, too. All this
+decides only what is fast: results are exact whatever is sharded.
 A length that the number of ranks does not divide is sharded in padded chunks, with a line in the report. A length
 shorter than the number of ranks stays whole if there is a longer one, with a line. A call of one token runs whole on
 every rank, with a line.

@@ -16,7 +16,7 @@ def below(call: Call, placed: Mapping[int, Shard]) -> Shard | None:
     A placement says which dimension has the entries. Other operands are read whole for each entry.
     """
     _, rule, indices = LAYOUTS.of(call.node)
-    if rule is None or indices is None or (rule.shape_arg and call.key != "aten::reshape"):
+    if rule is None or indices is None or call.num_read or (rule.shape_arg and call.key != "aten::reshape"):
         return None
     parts = [indices.locate(indices.operands[position], placement) for position, placement in placed.items()]
     part = parts[0]
@@ -32,7 +32,7 @@ def below(call: Call, placed: Mapping[int, Shard]) -> Shard | None:
 def above(node: fx.Node, placement: Shard) -> tuple[fx.Node, Shard] | None:
     """Returns the first operand, if it alone has the entries that the result has there, and where it has them."""
     call, rule, indices = LAYOUTS.of(node)
-    if rule is None or indices is None or rule.shape_arg:
+    if rule is None or indices is None or call.num_read or rule.shape_arg:
         return None
     part = indices.locate(indices.results[0], placement)
     if part is None or part.index in indices.whole:

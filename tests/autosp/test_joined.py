@@ -104,6 +104,19 @@ def _row_by_row(m: Patches, text: Tensor, patches: Tensor) -> Tensor:
     return m.layers[1](nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
 
+def _valid_text(m: Patches, text: Tensor, patches: Tensor) -> Tensor:
+    """As Mochi attends to the tokens of each row's text that are no padding, and pads what comes out again."""
+    x = m.layers[0](patches)
+    heads, text_heads = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (x, text))
+    found: list[Tensor] = []
+    for row in range(len(x)):
+        valid = (text[row, :, 0] > 0).nonzero().flatten()
+        both = torch.cat([heads[row : row + 1], text_heads[row : row + 1, :, valid]], 2)
+        y = F.scaled_dot_product_attention(both, both, both)
+        found.append(F.pad(y, (0, 0, 0, x.shape[1] + text.shape[1] - y.shape[2])))
+    return m.layers[1](x + torch.cat(found).transpose(1, 2).flatten(2)[:, : x.shape[1]])
+
+
 def _llava() -> nn.Module:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {**vision, "vocab_size": VOCAB, "max_position_embeddings": 64, "use_cache": False}
@@ -143,6 +156,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
     "positions of text and patches": (lambda: Patches(_positions_of_both), _text_and_pixels),
     "patches that a text modulates": (lambda: Patches(_modulated), _text_and_pixels),
     "rows that are joined one by one": (lambda: Patches(_row_by_row), _text_and_pixels),
+    "text of lengths that the data say": (lambda: Patches(_valid_text), _text_and_pixels),
     "llava": (
         _llava,
         lambda: {"input_ids": (ids := _with_image()), "pixel_values": _floats(1, 3, 16, 16), "labels": ids},

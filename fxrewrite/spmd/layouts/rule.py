@@ -39,10 +39,11 @@ class Call:
         return tensor_of(self.operands[position]).shape
 
     @property
-    def reads_sizes(self) -> bool:
-        """Whether a size of an operand or a result is only known when the graph runs: no rank can count its part."""
+    def num_read(self) -> int:
+        """The most sizes of an operand or a result that are only known when the graph runs: no rank can count its part
+        of these."""
         shapes = [*(tensor_of(operand).shape for operand in self.operands), *self.result_shapes()]
-        return any(is_read_from_data(size) for shape in shapes for size in shape)
+        return max((sum(map(is_read_from_data, shape)) for shape in shapes), default=0)
 
     def result_shapes(self) -> list[Sequence[Size]]:
         """The global shape of each result; none of its dimensions for what is no tensor."""
@@ -359,11 +360,13 @@ class LayoutRules:
     def of(self, node: fx.Node) -> tuple[Call, LayoutRule | None, IndexMap | None]:
         """A call, its rule, and its indices; None where there is no rule, and where that cannot tell the indices.
 
-        Of a call with a size that depends on data they are not known: no rank can count its part.
+        An index whose size depends on data must be whole, as no rank can count its part. Of a call with a tensor that
+        has several such sizes nothing is known.
         """
         call = Call.of(node)
         rule = self.get(call.key)
-        return call, rule, None if rule is None or call.reads_sizes else rule.map(call)
+        indices = None if rule is None or call.num_read > 1 else rule.map(call)
+        return call, rule, _known_sizes(indices) if indices is not None and call.num_read else indices
 
     def __iter__(self) -> Iterator[LayoutRule]:
         return iter(self.rules)
@@ -372,10 +375,16 @@ class LayoutRules:
         return len(self.rules)
 
 
+def _known_sizes(indices: IndexMap) -> IndexMap:
+    """The indices of a call, of which those must be whole whose sizes are only known when the graph runs."""
+    unknown = {index for index, size in indices.sizes.items() if is_read_from_data(size)}
+    return replace(indices, whole=indices.whole | unknown, section=None, lookups={})
+
+
 def why_unknown(call: Call, rule: LayoutRule | None) -> str:
     """Why nothing is known of the indices of a call whose operator has this rule, or none."""
-    if call.reads_sizes:
-        return f"{call.key} has a size that depends on data"
+    if call.num_read > 1:
+        return f"{call.key} has a tensor of which several sizes depend on data"
     if rule is not None and isinstance(rule.index_map, str):
         return (
             f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "

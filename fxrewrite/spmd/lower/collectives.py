@@ -37,7 +37,7 @@ import torch
 from torch import fx
 
 from fxrewrite.errors import refuse
-from fxrewrite.graph.sizes import Size, is_same_size, size_hint
+from fxrewrite.graph.sizes import Size, is_read_from_data, is_same_size, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
 from fxrewrite.ops import is_view, memory_origins, mutated
@@ -109,7 +109,8 @@ class Lowering:
         return local_shape([entries], replace(placement, dim=0, outer=1, inner=1), self.num_ranks)[0]
 
     def reshape(self, x: fx.Proxy, sizes: Sequence[Size]) -> fx.Proxy:
-        return aten.reshape(x, [self.size(size) for size in sizes])
+        """`x` in this shape; a size that depends on data, of which there is one at most, is what the others leave."""
+        return aten.reshape(x, [-1 if is_read_from_data(size) else self.size(size) for size in sizes])
 
     def exchange(self, kind: str, x: fx.Proxy, src: Placement, dst: Placement) -> fx.Proxy:
         """Ranks to the front, the collective, ranks back to where `src` was cut; then the shape that `dst` gives."""

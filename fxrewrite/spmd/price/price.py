@@ -7,6 +7,7 @@ ring, as NCCL's do for large values, which is the least that can be sent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import fx
@@ -64,6 +65,11 @@ def bytes_held(node: fx.Node) -> int:
     """Bytes of the node's tensors at the sizes at hand, without those whose size the data decide."""
     known = [value for value in tensors_of(node) if not is_read_from_data(value.numel())]
     return sum(size_hint(value.numel()) * value.element_size() for value in known)
+
+
+def bytes_expected(node: fx.Node) -> int:
+    """Bytes of the node's tensors at the sizes at hand, with a guess of sizes that the data decide."""
+    return sum(math.prod(map(size_hint, value.shape)) * value.element_size() for value in tensors_of(node))
 
 
 def collective_bytes(kind: CollectiveKind, held: float, num_ranks: int) -> float:

@@ -28,7 +28,7 @@ from fxrewrite.graph.sizes import divide_exactly
 from fxrewrite.ops import key
 from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
-from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
+from fxrewrite.spmd.price.price import bytes_expected, redistribution_bytes
 from fxrewrite.spmd.price.products import is_product
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, spread, values_of
 
@@ -263,7 +263,7 @@ class Relocation:
         """
         if src == R or is_same_placement(src, dst) or self.num_ranks == 1:
             return 0
-        sent = redistribution_bytes(bytes_held(value), src, dst, self.num_ranks)
+        sent = redistribution_bytes(bytes_expected(value), src, dst, self.num_ranks)
         return round(sent * self.num_ranks**2 / (self.num_ranks - 1)) + (isinstance(src, Shard) and dst == R)
 
     def _values(self, region: Decisions) -> list[fx.Node]:
