@@ -17,7 +17,7 @@ GPU_PYTHON ?= python3
 # What `make gpu` needs beside torch; none of it asks for a torch.
 GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
 
-.PHONY: help env demo test further quick trainers check compat gpu wheels bench bench-further zoo zoo-mesh cells proofs peers mutate third-party clean
+.PHONY: help env demo test further quick trainers check compat gpu wheels bench bench-further zoo zoo-diffusion zoo-mesh cells proofs peers mutate third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -82,6 +82,9 @@ bench-further: .venv/bench.stamp  ## the other tables, of many lengths, layers a
 zoo: env  ## the table of docs/zoo.md: every model against one device, resumed where it was stopped (zoo.jsonl)
 	$(BIN)/python -m tests.zoo --table docs/zoo.md
 
+zoo-diffusion: .venv/zoo.stamp  ## the table of docs/zoo-diffusion.md: transformers of diffusers, resumed where it was stopped (zoo-diffusion.jsonl)
+	$(BIN)/python -m tests.zoo --diffusion --out zoo-diffusion.jsonl --table docs/zoo-diffusion.md
+
 zoo-mesh: env  ## the table of docs/zoo-mesh.md: three parallelisms on eight ranks, resumed where it was stopped (zoo-mesh.jsonl)
 	$(BIN)/python -m tests.zoo --mesh dp=2,sp=2,tp=2 --out zoo-mesh.jsonl --table docs/zoo-mesh.md
 
@@ -101,7 +104,7 @@ third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of 
 	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-* dist wheels gpu.json .constraints-without-torch zoo.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl corpus.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist wheels gpu.json .constraints-without-torch zoo.jsonl zoo-diffusion.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl corpus.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -116,6 +119,10 @@ clean:  ## remove the environment and every cache
 
 .venv/test.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) '.[test]'
+	@touch $@
+
+.venv/zoo.stamp: .venv/test.stamp
+	$(INSTALL) '.[test,zoo]'
 	@touch $@
 
 .venv/bench.stamp: .venv/test.stamp

@@ -1,6 +1,7 @@
 """`python -m tests.zoo`: every model against one device, each in a process of its own; resumes where it was stopped.
 
     python -m tests.zoo                                                AutoSP over one axis of 2 and of 4 ranks
+    python -m tests.zoo --diffusion --out zoo-diffusion.jsonl          diffusion transformers, over 2, 3 and 4 ranks
     python -m tests.zoo --mesh dp=2,sp=2,tp=2 --out zoo-mesh.jsonl     ZeRO-3, AutoSP and the models' own tensor plans
 
 Cells are kept as lines of JSON in `--out`; what stands there is not measured again.
@@ -17,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from tests.zoo import worker
-from tests.zoo.measure import ATTENTIONS, RANKS, Cell
+from tests.zoo import diffusion, worker
+from tests.zoo.measure import Cell, attentions_of, ranks_of
 from tests.zoo.models import names
 from tests.zoo.others import others
-from tests.zoo.table import markdown, mesh_markdown, read
+from tests.zoo.table import diffusion_markdown, markdown, mesh_markdown, read
 
 
 def main() -> int:
@@ -30,6 +31,7 @@ def main() -> int:
         prog="python -m tests.zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="*", metavar="CLASS", help="measure these alone")
+    parser.add_argument("--diffusion", action="store_true", help="measure the transformers of diffusers")
     parser.add_argument("--mesh", help="causal language models over these axes, such as dp=2,sp=2,tp=2")
     parser.add_argument("--out", type=Path, default=Path("zoo.jsonl"), help="cells measured so far [%(default)s]")
     parser.add_argument("--table", type=Path, help="file that the Markdown table is written to")
@@ -37,9 +39,15 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one model [%(default)s]")
     args = parser.parse_args()
     done = {(cell.model, cell.mesh or cell.attention) for cell in read(args.out)}
-    models = args.models or (names() if args.mesh else [*names(), *others()])
+    if args.diffusion and not diffusion.is_installed():
+        parser.error("diffusers is not installed: make zoo-diffusion")
+    of_kind = list(diffusion.MODELS) if args.diffusion else names() if args.mesh else [*names(), *others()]
+    models = args.models or of_kind
     todo = [
-        (name, how) for name in models for how in ([args.mesh] if args.mesh else ATTENTIONS) if (name, how) not in done
+        (name, how)
+        for name in models
+        for how in ([args.mesh] if args.mesh else attentions_of(name))
+        if (name, how) not in done
     ]
     started = time.perf_counter()
     with args.out.open("a") as out:
@@ -53,7 +61,10 @@ def main() -> int:
     if args.table:
         found = {cell.model for cell in cells}
         missing = [name for name in models if name not in found]
-        args.table.write_text(mesh_markdown(cells, missing) if args.mesh else markdown(cells))
+        page = (
+            mesh_markdown(cells, missing) if args.mesh else (diffusion_markdown if args.diffusion else markdown)(cells)
+        )
+        args.table.write_text(page)
     return int(any(cell.status in ("wrong", "failed") for cell in cells))
 
 
@@ -85,7 +96,7 @@ def _in_a_process(context: Any, name: str, how: str, timeout: float) -> list[Cel
         here.close()
     if worker.is_mesh(how):
         return [Cell(model=name, attention="", num_ranks=0, mesh=how, status="failed", why=why)]
-    return [Cell(model=name, attention=how, num_ranks=n, status="failed", why=why) for n in RANKS]
+    return [Cell(model=name, attention=how, num_ranks=n, status="failed", why=why) for n in ranks_of(name)]
 
 
 if __name__ == "__main__":

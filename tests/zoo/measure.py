@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from autosp_rules import AutoSPConfig, AutoSPError
 from tests.autosp.one_device import captured, on_ranks
+from tests.zoo import diffusion
 from tests.zoo.models import build, inputs_of
 from tests.zoo.others import others
 
@@ -44,6 +45,12 @@ class Cell(BaseModel):
     float32: bool = False
     """The model computes in float32 somewhere, so the errors are of the same graph with float64 there."""
     sharded: bool = True
+    whole: float = 0.0
+    """Share of the operations of matrix products that every rank computes whole."""
+    forward_bytes: int = 0
+    """Bytes that a rank sends in the forward pass."""
+    bytes_by_hand: int = 0
+    """Those of Ulysses by hand, of a diffusion transformer."""
     lines: list[str] = []
     """What AutoSP reports that it did not do, or not as well as it could be."""
     seconds: float = 0.0
@@ -135,18 +142,7 @@ class OneDevice:
 
         A sum over tokens in float32 has an error of 1e-7 on one device already; what is left in float64 is ours.
         """
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(self.gm.graph, {}))
-        gm = fx.GraphModule(self.gm, graph)
-        gm.meta = self.gm.meta
-        for node in gm.graph.nodes:
-            if node.op == "call_method" and node.target == "float":
-                node.target = "double"
-            if node.op in ("call_function", "call_method"):
-                node.args, node.kwargs = tree_map(_wider_dtype, (node.args, node.kwargs))
-            if node.op == "placeholder":
-                node.meta = {key: _wider(value) for key, value in node.meta.items()}
-        gm.recompile()
+        gm = _in_float64(self.gm)
         inputs = [_wider(value) for value in self.inputs]
         loss = fx.Interpreter(gm).run(*inputs)[_loss_at(gm)]
         loss.backward()
@@ -161,8 +157,28 @@ class OneDevice:
         return replace(self, gm=gm, inputs=inputs, loss=loss.detach(), grads=grads, names=names, called_with=called)
 
 
+def _in_float64(of: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, and of the bodies of its checkpointed layers."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(of.graph, {}))
+    gm = fx.GraphModule(of, graph)
+    gm.meta = of.meta
+    for node in gm.graph.nodes:
+        if node.op == "call_method" and node.target == "float":
+            node.target = "double"
+        if node.op in ("call_function", "call_method"):
+            node.args, node.kwargs = tree_map(_wider_dtype, (node.args, node.kwargs))
+        if node.op == "placeholder":
+            node.meta = {key: _wider(value) for key, value in node.meta.items()}
+        body = getattr(of, node.target, None) if node.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            setattr(gm, node.target, _in_float64(body))
+    gm.recompile()
+    return gm
+
+
 def _wider_dtype(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    return torch.float64 if value in (torch.float32, torch.bfloat16) else value
 
 
 def _wider(value: Any) -> Any:
@@ -182,8 +198,19 @@ def _loss_at(gm: fx.GraphModule) -> int:
     raise NotApplicable("its graph returns no scalar loss")
 
 
-def measure(name: str, attention: str, ranks: tuple[int, ...] = RANKS) -> list[Cell]:
+def attentions_of(name: str) -> tuple[str, ...]:
+    """The attention implementations that a model is measured with."""
+    return ATTENTIONS[:1] if name in diffusion.MODELS else ATTENTIONS
+
+
+def ranks_of(name: str) -> tuple[int, ...]:
+    """The numbers of ranks that a model is measured on."""
+    return diffusion.RANKS if name in diffusion.MODELS else RANKS
+
+
+def measure(name: str, attention: str, ranks: tuple[int, ...] | None = None) -> list[Cell]:
     """The cells of one model, one for each number of ranks."""
+    ranks = ranks or ranks_of(name)
     started = time.perf_counter()
     made: dict[str, Any] = {"model": name, "attention": attention}
     try:
@@ -211,7 +238,7 @@ def on_one_device(name: str, attention: str) -> tuple[OneDevice, bool]:
 
 
 def _run_and_capture(name: str, attention: str, dtype: torch.dtype) -> OneDevice:
-    other = others().get(name)
+    other = others().get(name) or diffusion.other(name)
     try:
         if other is None:
             model, inputs = build(name, attention, dtype), inputs_of(name)
@@ -245,7 +272,15 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
     _, report, run = on_ranks(one_device.gm, one_device.inputs, num_ranks, one_device.config, backward=at)
     found = [[grad] for grad in run.gradients()]
     errors = one_device.errors([outputs[at] for outputs in run.outputs], found, LOSS_TOLERANCE)
-    return {**errors, "sharded": bool(report.collectives), "lines": list(report.lines)}
+    sent = sum(one.bytes_sent for one in report.collectives if one.direction == "forward")
+    return {
+        **errors,
+        "sharded": bool(report.collectives),
+        "whole": report.whole_share,
+        "forward_bytes": sent,
+        "bytes_by_hand": diffusion.sent_by_hand(one_device.gm, num_ranks),
+        "lines": list(report.lines),
+    }
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib.metadata
 import platform
 import re
 from collections import Counter
@@ -48,6 +49,66 @@ def markdown(cells: list[Cell]) -> str:
             ),
         ]
     )
+
+
+def diffusion_markdown(cells: list[Cell]) -> str:
+    """The page of diffusion transformers: counts, and a row for each model."""
+    rows: dict[str, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: (cell.model, cell.num_ranks)):
+        rows.setdefault(cell.model, []).append(cell)
+    counts = Counter(map(_rank, rows.values()))
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers"))
+    return "\n".join(
+        [
+            "# The zoo of diffusion transformers against one device",
+            "",
+            "<!-- written by `make zoo-diffusion`; do not edit -->",
+            "",
+            f"{', '.join(versions)}, Python {platform.python_version()}, {dt.datetime.now(tz=dt.UTC).date()}.",
+            "",
+            _DIFFUSION.strip(),
+            "",
+            "| | models |",
+            "|---|---:|",
+            *(f"| {what} | {counts[rank]} |" for rank, what in enumerate(_RANKS)),
+            f"| all | {len(rows)} |",
+            "",
+            "| model | result, P = 2 / 3 / 4 | whole, P = 4 | sent, by hand | gathered on each rank at P = 4 |",
+            "|---|---|---:|---|---|",
+            *(_diffusion_row(found) for found in sorted(rows.values(), key=lambda row: (_rank(row), row[0].model))),
+            "",
+        ]
+    )
+
+
+def _diffusion_row(cells: list[Cell]) -> str:
+    last = cells[-1]
+    result = " / ".join(dict.fromkeys(map(_result, cells)))
+    if last.status != "exact":
+        return f"| {last.model} | {result} | | | |"
+    sent = f"{last.forward_bytes:,}, {last.bytes_by_hand:,}"
+    return f"| {last.model} | {result} | {last.whole:.1%} | {sent} | {_gathered(last)} |"
+
+
+_DIFFUSION = """
+Transformers of diffusers that denoise images and videos, at a tiny size with random weights, in float64 and training
+mode: noisy latents, states of a text and times go in, and the loss is the mean squared error of what comes out. A batch
+has two rows of 45 patches (3 frames of 3 x 5) and 7 tokens of text, of which two are padding in the second row; none of
+these numbers is a multiple of 2 or 4. There are 4 heads, so that at P = 3 keys and values are gathered. The loss and
+**every gradient** on P simulated ranks are compared with one device.
+
+- *exact*: the errors of the loss / of the worst gradient, as in [zoo.md](zoo.md); `f32`: of the same graph with
+  float64 in the place of the model's casts to float32 and bfloat16.
+- *whole*: of the operations of matrix products, the share that every rank computes whole: embeddings of times and
+  modulations, which a batch has once. At these sizes it is far larger than at those of a video.
+- *sent*: bytes that a rank sends forward at P = 4, and those of Ulysses by hand: four all-to-alls in each attention
+  within a sequence, which is what the plans for context parallelism that diffusers ships send, where a model has one.
+  Where both differ, AutoSP also gathers text, joins it to the patches, and gathers what comes out for its loss; chunks
+  have padding, as P does not divide 45.
+- *gathered*: how many of which operator run on whole values on every rank, and the bytes of these values.
+- *not applicable*: the model does not compile to one graph on one device, as it reads the lengths of texts, or whether
+  there is an image. It runs in several graphs, and what crosses from one to the next is gathered.
+"""
 
 
 def mesh_markdown(cells: list[Cell], missing: Sequence[str] = ()) -> str:
@@ -159,6 +220,7 @@ compared with one device.
 
 One result stands for both numbers of ranks.
 [zoo-mesh.md](zoo-mesh.md) has the same models on a mesh, with ZeRO-3 and tensor parallelism.
+[zoo-diffusion.md](zoo-diffusion.md) has transformers of diffusers.
 """
 
 

@@ -11,10 +11,11 @@ import torch
 
 from fxrewrite.testing import RankRun, run_on_ranks
 from tests.autosp.one_device import captured
+from tests.zoo.diffusion import sent_by_hand
 from tests.zoo.measure import Cell, NotApplicable, OneDevice, compare, measure, on_one_device
 from tests.zoo.mesh import compare_on_mesh
 from tests.zoo.models import names
-from tests.zoo.table import markdown, mesh_markdown, read
+from tests.zoo.table import diffusion_markdown, markdown, mesh_markdown, read
 
 MODELS = {
     "BloomForCausalLM": "eager",  # a custom backward, alibi
@@ -112,3 +113,35 @@ def test_the_table_counts_models_by_their_best_attention(tmp_path: Path) -> None
     assert "| wrong or failed | 1 |" in text
     assert "| A | sdpa | exact 0e+00 3e-16 | 2 sort 8,192 |" in text
     assert "| B | sdpa | exact 0e+00 0e+00 / wrong 0e+00 1e-01 |  |" in text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "MochiTransformer3DModel"])
+def test_a_diffusion_transformer_equals_one_device(name: str) -> None:
+    pytest.importorskip("diffusers")
+    (cell,) = measure(name, "sdpa", ranks=(2,))
+    assert cell.status == "exact", str(cell)
+    assert cell.whole < 0.05
+
+
+def test_the_table_of_diffusion_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.zoo.table.importlib.metadata.version", "{} 1.0".format)
+    sent: dict[str, Any] = {"whole": 0.016, "forward_bytes": 1100, "bytes_by_hand": 1000}
+    cells = [
+        Cell(model="A", attention="sdpa", num_ranks=4, status="exact", **sent),
+        Cell(model="A", attention="sdpa", num_ranks=2, status="exact"),
+        Cell(model="B", attention="sdpa", num_ranks=2, status="refused", why="no"),
+    ]
+    text = diffusion_markdown(cells)
+    assert "| exact at every P | 1 |" in text
+    assert "| A | exact 0e+00 0e+00 | 1.6% | 1,100, 1,000 |  |" in text
+    assert "| B | refused: no | | | |" in text
+
+
+def test_ulysses_by_hand_sends_each_attention_of_a_sequence_four_times() -> None:
+    def model(x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(attend(x, x, x), text, text).mean()
+
+    gm, _ = captured(model, {"x": torch.zeros(2, 4, 16, 8), "text": torch.zeros(2, 4, 6, 8)})
+    assert sent_by_hand(gm, 4) == 4 * (2 * 4 * 16 * 8 * 4) // 4 * 3 // 4
