@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,98 +15,124 @@ from torch.distributed.tensor import DTensor
 
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError, raised_as_autosp_error
+from autosp_rules.gradients import EnteredGradients
 from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
-from autosp_rules.program import Program
+from autosp_rules.parallelism import autosp_parallelism
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import NO_SEQUENCE_HINT, NoSequenceError, transform
-from fxrewrite import FxRewriteError, graph_text
+from fxrewrite import FxRewriteError
 from fxrewrite.backends import (
     OVERLAP,
     RECOMPUTE_LATE,
     backend_name,
     capture,
+    compiled_function,
     graph_break_hint,
-    inner_compiler,
     keep_graph_whole_under_ddp,
     refuse_precompile,
 )
-from fxrewrite.spmd import (
-    Axis,
-    Border,
-    ChunkedTensor,
-    RanksBackend,
-    agree,
-    axis_mesh,
-    axis_of,
-    check_dtensors,
-)
+from fxrewrite.spmd import Advice, Axis, Border, ChunkedTensor, Program, SpmdBackend, axis_of
 
 log = logging.getLogger(__name__)
 
 
-class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
+ADVICE = Advice(
+    inputs="pass the same whole batch on every rank of the axis: sample by the data axis, as "
+    "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh.get_local_rank('dp')), or let "
+    "autosp_rules.integrations share a trainer's batches",
+    parameters="average gradients over all ranks, those of this axis too, or compile with autosp(gradients='done'); "
+    "and start every rank from the same checkpoint",
+    generators="seed all ranks alike, torch.manual_seed(seed), and let what only some ranks draw, such as a data "
+    "loader's order, draw by a torch.Generator of its own",
+)
+
+
+@dataclass(kw_only=True)
+class _WholePart(Program):
+    """The program of a part of a model without a sequence, which every rank runs whole."""
+
+    before: Callable[[], None]
+    """Called at every call."""
+    function: int | None = field(default_factory=compiled_function)
+    """A number of what Dynamo compiled, the same for each of its programs."""
+    calls: int = 0
+    """How often it was called."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.calls += 1
+        self.before()
+        return super().__call__(*inputs)
+
+
+class AutoSPBackend(SpmdBackend[AutoSPReport]):
     """A torch.compile backend that shards the sequence over a mesh axis, and passes the rest to an inner backend.
+
+    It is the backend of the parallelism `autosp_parallelism(config)` for inputs and parameters that every rank holds
+    whole, whose gradients are averaged over the ranks by whoever averages them over replicas.
 
     `reports` has one AutoSPReport per compiled graph; `str(backend)` summarizes them.
     """
 
+    _errors = staticmethod(raised_as_autosp_error)
+    _advice = ADVICE
+
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
         with raised_as_autosp_error():
-            super().__init__("autosp", config.inner, regions=config.regions, timeout=config.timeout)
-            if config.breaks == "dtensor":
-                check_dtensors()
+            super().__init__(
+                autosp_parallelism(config),
+                mesh=mesh,
+                inner=config.inner,
+                timeout=config.timeout,
+                breaks="dtensor" if config.breaks == "dtensor" else "gather",
+                regions=config.regions,
+                compare_ranks=config.compare_ranks,
+            )
+        self.__name__ = "autosp"
         keep_graph_whole_under_ddp()
         self.config = config
-        self.mesh = mesh
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A compiled model that is loaded from a file compiles again."""
+        return AutoSPBackend, (self.config, self.mesh)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Program:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
-        compile_whole = self._inner(**options)
         with raised_as_autosp_error():
             refuse_precompile()
-            axis = axis_of(self.mesh, self.config.axis)
-        why = _why_left_alone(self.config, axis)
-        border = self._border(gm, example_inputs, axis, why)
-        # One rank, or evaluation: compile the graph unchanged.
-        if why:
-            self._report_whole(axis, why, border)
-            run = compile_whole(gm, border.examples(gm, example_inputs))
-            return lambda *inputs: run(*border.entered(inputs))
-        _refuse_dtensors(gm)
-        self._refuse_break(border.graph_break)
-        # A graph without a sequence is an error, unless it is a part of a model: then another part may have one.
-        try:
-            program, report = transform(gm, self.config, axis, border)
-        except NoSequenceError:
-            if not (border.graph_break or self.reports):
-                raise
-            border = self._border(gm, example_inputs, axis, "the graph has no sequence")
-            self._report_whole(axis, "no sequence found", border)
+            self._find_mesh(example_inputs)
+            if why := _why_left_alone(self.config, self._sequence_axis):
+                border = self._border(gm, example_inputs, why)
+                self._report_whole(why, border)
+                return Program(self._inner(gm, **options)(gm, border.examples(gm, example_inputs)), border)
+            _refuse_dtensors(gm)
+            # A graph without a sequence is an error, unless it is a part of a model: then another part may have one.
+            try:
+                sharded = super().__call__(gm, example_inputs, **options)
+                sharded.run = offloaded(sharded.run) if self.config.offload else sharded.run
+                return sharded
+            except NoSequenceError:
+                border = self._border(gm, example_inputs, why := "the graph has no sequence")
+                if not (border.graph_break or self.reports):
+                    raise
+            self._report_whole("no sequence found", border)
             part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
             level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
             log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
-            whole = Program(gm, self.config, axis, border, is_sharded=False, before=self._refuse_no_sequence)
-            whole.run = compile_whole(gm, border.examples(gm, example_inputs))
+            run = self._inner(gm, **options)(gm, border.examples(gm, example_inputs))
+            enter, compared = self._enter(gm, border, is_sharded=False), self._comparisons.of_whole(gm)
+            whole = _WholePart(run, border, compared, enter, self._errors, before=self._refuse_no_sequence)
             self._programs.append(whole)
             return whole
-        # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
-        recomputed = checkpoint_text(program)
-        text = f"{_order_of(self.config)}\n{recomputed}{graph_text(program, canonical_order=True)}"
-        with raised_as_autosp_error():
-            agree(axis, text, timeout=self.config.timeout)
-        sharded = Program(program, self.config, axis, border, is_sharded=True)
-        compile_inner = self._inner(**options, recomputes=bool(recomputed))
-        examples = border.examples(program, example_inputs)
-        with raised_as_autosp_error():
-            run = self._compiled(program, examples, compile_inner, [axis], border, report)
-        sharded.run = offloaded(run) if self.config.offload else run
-        self._programs.append(sharded)
-        return sharded
 
-    def _refuse_break(self, why: str) -> None:
-        """Raises AutoSPError if the model breaks the graph (`why` says where) and the settings do not allow that."""
+    @property
+    def _sequence_axis(self) -> Axis:
+        return axis_of(self._on, self.config.axis)
+
+    def _lowered(self, gm: fx.GraphModule, border: Border) -> tuple[fx.GraphModule, AutoSPReport]:
+        """Raises AutoSPError if the model breaks the graph and the settings do not allow that."""
+        why = border.graph_break
         if why and (self.config.breaks == "refuse" or self.config.strict):
             raise AutoSPError.of(
                 f"the model does not compile to one graph: {why}",
@@ -116,19 +143,28 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
                 f"memory is a budget for a step that is one graph, and the model does not compile to one: {why}",
                 hint=f"{graph_break_hint(why)}; or set checkpoint, mlp_tile and loss_tile yourself",
             )
+        return transform(gm, self.config, self._sequence_axis, border)
 
-    def _border(self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str) -> Border:
-        """What passes as DTensors; the graph reads inputs that are some whole from now on."""
-        tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
-        mesh = None
-        if tensors and (self.config.breaks == "dtensor" or any(isinstance(x, ChunkedTensor) for x in tensors)):
-            mesh = axis_mesh(self.mesh, axis, tensors[0].device.type)
-        border = Border(mesh, timeout=self.config.timeout, errors=raised_as_autosp_error)
-        border.enter(gm, example_inputs, why_whole=why_whole)
-        return border
+    def _settings(self, program: fx.GraphModule) -> str:
+        how = f"inner={backend_name(self.inner)}, overlap={self.config.overlap}, {super()._settings(program)}"
+        return f"{how}\n{checkpoint_text(program)}"
 
-    def _report_whole(self, axis: Axis, why: str, border: Border) -> None:
-        report = AutoSPReport.of_graph_left_alone(axis, why, border.graph_break)
+    def _inner(self, program: fx.GraphModule, **options: Any) -> Callable[..., Any]:
+        more = OVERLAP if self.config.overlap else {}
+        if self.inner == "inductor" and checkpoint_text(program):
+            more = {**RECOMPUTE_LATE, **more}
+        if more:
+            options["options"] = {**more, **(options.get("options") or {})}
+        return super()._inner(program, **options)
+
+    def _enter(self, program: fx.GraphModule, border: Border, *held: Any, is_sharded: bool = True) -> EnteredGradients:
+        is_eager = self.inner == "eager" or not isinstance(self.inner, str)
+        return EnteredGradients(
+            program, self.config.gradients, self._sequence_axis, border, is_sharded=is_sharded, is_eager=is_eager
+        )
+
+    def _report_whole(self, why: str, border: Border) -> None:
+        report = AutoSPReport.of_graph_left_alone(self._sequence_axis, why, border.graph_break)
         report.events.extend(border.events)
         self.reports.append(report)
 
@@ -141,7 +177,8 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
             return
         calls = Counter[int | None]()
         for program in self._programs:
-            calls[program.function] += program.calls
+            if isinstance(program, _WholePart):
+                calls[program.function] += program.calls
         if min(calls.values()) > 1:
             raise NoSequenceError.of(
                 f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
@@ -157,15 +194,6 @@ class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
             rows.append(f"{len(breaks)} graph breaks, at which {gathered:,} bytes are gathered on each rank:")
             rows += [f"  {report.graph_break}: {report.bytes_gathered_at_break:,} bytes" for report in breaks]
         return "\n".join(rows)
-
-    def _inner(
-        self, *, mode: str | None = None, options: Mapping[str, Any] | None = None, recomputes: bool = False
-    ) -> Callable[..., Any]:
-        if self.config.overlap:
-            options = {**OVERLAP, **(options or {})}
-        if recomputes and self.config.inner == "inductor":
-            options = {**RECOMPUTE_LATE, **(options or {})}
-        return inner_compiler(self.config.inner, mode=mode, options=options)
 
 
 def autosp(
@@ -223,15 +251,10 @@ def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
 def _refuse_dtensors(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and not isinstance(value, ChunkedTensor):
             raise AutoSPError.of(
                 f"input {node.target} is a DTensor, placed as {tuple(value.placements)}: parameters that the graph "
                 "itself gathers (torchtitan's SimpleFSDP) or that tensor parallelism cuts are not supported",
                 hint="shard parameters with torch.distributed.fsdp.fully_shard, on the whole model or by layer; or "
                 "state their sharding, ZERO3 | AUTOSP, for the backend spmd: docs/write-a-parallelism.md",
             )
-
-
-def _order_of(config: AutoSPConfig) -> str:
-    """Returns what determines the order of collectives in the compiled program, besides the graph."""
-    return f"inner={backend_name(config.inner)}, overlap={config.overlap}, regions={config.regions}"

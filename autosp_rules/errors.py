@@ -19,10 +19,12 @@ class AutoSPError(RefusedError):
 
 @contextmanager
 def raised_as_autosp_error() -> Generator[None]:
-    """An error of fxrewrite inside of it is raised as an AutoSPError about the whole graph or run."""
+    """An error of fxrewrite inside of it is raised as an AutoSPError: about a node, or about the whole graph or run."""
     try:
         yield
     except AutoSPError:
         raise
+    except RefusedError as error:
+        raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:
         raise AutoSPError.of(str(error)) from error

@@ -1,7 +1,7 @@
 """Gradients of a compiled program's inputs, in the form that their reader expects.
 
-    GradientPlan.of(config, axis, parameters)     decides how gradients of parameters leave the program
-    plan.enter(inputs, ...)                       returns the inputs, through which gradients flow in that form
+    GradientPlan.of(option, axis, parameters)     decides how gradients of parameters leave the program
+    EnteredGradients(program, ...)(inputs)        the inputs, at each call, through which gradients flow in that form
 
 Inside the program every rank differentiates the sum of the losses of all ranks, so the mean of gradients over the axis
 is the gradient of one device (`fxrewrite.spmd.runtime.gradients`). DDP, FSDP and ZeRO take this mean over all ranks.
@@ -19,16 +19,27 @@ one device, because eager code reads it, which runs on whole values, the same on
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import fx
 
 from autosp_rules.errors import AutoSPError
 from autosp_rules.integrations.deepspeed_groups import deepspeed_reduction
 from fxrewrite.backends import GradientReduction, gradient_reductions
-from fxrewrite.spmd import Axis, change_gradients, global_ranks
+from fxrewrite.graph import input_name
+from fxrewrite.ops import is_parameter
+from fxrewrite.spmd import (
+    Axis,
+    Border,
+    change_gradients,
+    global_ranks,
+    hooked_here,
+    hooked_on_any_rank,
+    is_due,
+)
 
 GradientOption: TypeAlias = Literal["auto", "mean", "sum", "done"]
 
@@ -102,47 +113,6 @@ class GradientPlan:
         parts += [f"multiplies them by {self.factor:.6g}"] if self.factor != 1 else []
         return " and ".join(parts) or "leaves them to be averaged over all ranks"
 
-    def enter(
-        self,
-        inputs: Sequence[Any],
-        is_parameter: Sequence[bool],
-        axis: Axis,
-        *,
-        is_sharded: bool,
-        hooked: Sequence[int] = (),
-        chunks: Container[int] = (),
-    ) -> list[Any]:
-        """Returns the inputs, with the changes to their gradients attached.
-
-        Args:
-            inputs: what the program is called with.
-            is_parameter: which of them are parameters.
-            is_sharded: whether the program runs on chunks; otherwise each rank has complete gradients.
-            hooked: parameters with hooks, in an order that all ranks share.
-            chunks: inputs of which the rank holds a chunk; the program makes their gradients right itself.
-        """
-        entered = list(inputs)
-        if not torch.is_grad_enabled():
-            return entered
-        flows = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-        parameters = [i for i in flows if is_parameter[i]]
-        others = [i for i in flows if not is_parameter[i] and i not in chunks]
-
-        def change(places: Sequence[int], factor: float, over: Axis | None = None) -> None:
-            changed = change_gradients([inputs[i] for i in places], factor, over)
-            for place, value in zip(places, changed, strict=True):
-                entered[place] = value
-
-        if self.reduced and is_sharded:
-            change(parameters, self.factor / axis.size, axis)
-        elif self.factor != 1:
-            change(parameters, self.factor)
-        elif is_sharded:
-            change([i for i in hooked if i in parameters], 1 / axis.size, axis)
-        if is_sharded:
-            change(others, 1 / axis.size, axis)
-        return entered
-
 
 def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
     """Returns how parameters' gradients must leave so that the reduction over `axis` gives those of one device.
@@ -173,3 +143,106 @@ def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
         f"{shown} covers {sorted(covered)} of the ranks {sorted(ranks)} of axis {axis.name}",
         hint="wrap over all ranks, or over ranks of which one alone is on the axis",
     )
+
+
+class EnteredGradients:
+    """Gives, at each call of a program, its inputs, through which gradients flow in the form that their reader expects.
+
+    Args:
+        gm: the program.
+        option: the setting.
+        axis: whose ranks run it.
+        border: what crosses in chunks.
+        is_sharded: whether each rank computes a part of it; otherwise each has complete gradients.
+        is_eager: whether it runs without AOTAutograd, which refuses second derivatives.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        option: GradientOption,
+        axis: Axis,
+        border: Border,
+        *,
+        is_sharded: bool,
+        is_eager: bool,
+    ) -> None:
+        self._option: GradientOption = option
+        self._axis, self._border = axis, border
+        self._is_sharded, self._is_eager = is_sharded, is_eager
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._is_parameter = [is_parameter(node) for node in placeholders]
+        self._names = [input_name(node) for node in placeholders]
+        self._by_name = sorted(
+            (i for i, is_weight in enumerate(self._is_parameter) if is_weight), key=self._names.__getitem__
+        )
+        """Parameters in an order that all ranks share."""
+        self._plan = GradientPlan()
+        self._hooked: list[int] = []
+        """Parameters with hooks."""
+        self._calls = 0
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        if not torch.is_grad_enabled():
+            return inputs
+        self._calls += 1
+        if is_due(self._calls):  # a wrapper may be added after the first call
+            self._look(inputs)
+        elif self._is_sharded and self._plan.leaves_summands:
+            self._refuse_late_hooks(inputs)
+        entered = list(inputs)
+        flows = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        parameters = [i for i in flows if self._is_parameter[i]]
+
+        def change(places: Sequence[int], factor: float, over: Axis | None = None) -> None:
+            changed = change_gradients([entered[i] for i in places], factor, over)
+            for place, value in zip(places, changed, strict=True):
+                entered[place] = value
+
+        size, factor = self._axis.size, self._plan.factor
+        if self._plan.reduced and self._is_sharded:
+            change(parameters, factor / size, self._axis)
+        elif factor != 1:
+            change(parameters, factor)
+        elif self._is_sharded:
+            change([i for i in self._hooked if i in parameters], 1 / size, self._axis)
+        if self._is_sharded:  # of a chunk that the rank holds, the program makes the gradient right itself
+            change(
+                [i for i in flows if not self._is_parameter[i] and i not in self._border.chunks], 1 / size, self._axis
+            )
+        if self._is_sharded and self._is_eager:
+            for i in flows:  # eager operators have second derivatives, of the rank's part of the loss alone
+                (entered[i],) = change_gradients([entered[i]])
+        return entered
+
+    def _look(self, inputs: Sequence[Any]) -> None:
+        """Finds who reads gradients of parameters."""
+        weights = [i for i in self._by_name if isinstance(inputs[i], torch.Tensor)]
+        tensors = [inputs[i] for i in weights]
+        self._plan = GradientPlan.of(self._option, self._axis, tensors)
+        if self._border.graph_break and self._plan.factor != 1:
+            raise AutoSPError.of(
+                f"gradients are summed over axis {self._axis.name}, and the graph breaks "
+                f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which "
+                f"a sum counts {self._axis.size} times",
+                hint="let gradients be averaged over all ranks, or remove the graph break",
+            )
+        if self._is_sharded:
+            hooked = hooked_on_any_rank(tensors, self._axis)
+            self._hooked = [i for i, has_hook in zip(weights, hooked, strict=True) if has_hook]
+
+    def _refuse_late_hooks(self, inputs: Sequence[Any]) -> None:
+        """Raises AutoSPError where a parameter got a hook since ranks have last looked for hooks together.
+
+        It would read a rank's summand, and ranks do not look at every call, as they would wait for each other.
+        """
+        weights = [i for i in self._by_name if i not in self._hooked and isinstance(inputs[i], torch.Tensor)]
+        late = next(
+            (i for i, hooked in zip(weights, hooked_here([inputs[i] for i in weights]), strict=True) if hooked), None
+        )
+        if late is not None:
+            raise AutoSPError.of(
+                f"parameter {self._names[late]} got a hook before call {self._calls} of a program, and ranks look "
+                "for hooks at calls 1, 2, 4, 8, ...: it would read one rank's summand of the gradient",
+                hint="register hooks before training, or call torch._dynamo.reset() after it, on every rank",
+            )

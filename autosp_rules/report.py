@@ -67,7 +67,7 @@ class AutoSPReport(ProgramReport):
         return "\n".join(rows)
 
 
-def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, seconds: float) -> AutoSPReport:
+def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int) -> AutoSPReport:
     """Returns the report of a transformed graph."""
     rewrites = {entry.rule: entry.rewrites for entry in report.rules if entry.rewrites}
     return AutoSPReport(
@@ -80,7 +80,6 @@ def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, secon
         collectives=collectives_of(gm, {axis.name: axis.size}, trains=torch.is_grad_enabled()),
         refusals=_refusals(report),
         events=list(report.events),
-        seconds=seconds,
     )
 
 

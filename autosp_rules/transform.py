@@ -8,16 +8,14 @@ from typing import Literal
 from torch import fx, nn
 
 from autosp_rules.config import AutoSPConfig
-from autosp_rules.errors import AutoSPError
+from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.memory.offload import MIN_BYTES
 from autosp_rules.report import AutoSPReport, summarize
 from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
-from fxrewrite import Event, FxRewriteError, RefusedError
-from fxrewrite.backends import normalized
-from fxrewrite.graph import check_sizes, few_collections
+from fxrewrite import Event
 from fxrewrite.ops import mutated
-from fxrewrite.spmd import Axis, Border, Leaving, SpmdContext, is_with_loss
+from fxrewrite.spmd import Axis, Border, SpmdContext, lowered
 
 NO_SEQUENCE_HINT = (
     "pass token ids with the sequence as their last dimension, or hidden states with features as the last, and weights "
@@ -37,7 +35,6 @@ def _written_parameter(gm: fx.GraphModule) -> fx.Node | None:
     return next((value for value in written if isinstance(getattr(gm, str(value.target), None), nn.Parameter)), None)
 
 
-@few_collections()
 def transform(
     gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border | None = None
 ) -> tuple[fx.GraphModule, AutoSPReport]:
@@ -56,9 +53,8 @@ def transform(
             f"no sequence found: the graph is the step of an optimizer, which writes to parameter {written.target}",
             hint="compile the model, or the model and its loss",
         )
-    try:
-        normal = normalized(gm)
-        border.leaving = _leaving(normal, config, border)
+
+    def lower(program: fx.GraphModule) -> AutoSPReport:
         context = SpmdContext(
             axis,
             strict=config.strict,
@@ -66,24 +62,24 @@ def transform(
             gradients="mean",
             finish=border.without_gradients,
         )
-        report = rule_set(config).apply(normal, context=context)
-        check_sizes(normal)
-    except RefusedError as error:
-        raise AutoSPError(error.refusal, error.located_at) from error
-    except FxRewriteError as error:
-        raise AutoSPError.of(str(error)) from error
-    report.events.extend(border.events)
-    if config.offload:
-        report.events.append(Offloaded(min_bytes=MIN_BYTES))
-    tokens = tokens_per_rank(normal)
-    if not tokens:
-        raise NoSequenceError.of(
-            "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
-            "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
-            hint=NO_SEQUENCE_HINT,
+        report = rule_set(config).apply(program, context=context)
+        if config.offload:
+            report.events.append(Offloaded(min_bytes=MIN_BYTES))
+        tokens = tokens_per_rank(program)
+        if not tokens:
+            raise NoSequenceError.of(
+                "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
+                "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
+                hint=NO_SEQUENCE_HINT,
+            )
+        return summarize(program, report, axis, tokens)
+
+    with raised_as_autosp_error():
+        program, report = lowered(
+            gm, border, lower, breaks=config.breaks, outputs=config.outputs, is_part=border.ends_early
         )
-    summary = summarize(normal, report, axis, tokens, time.perf_counter() - started)
-    return normal, summary.at_break(border.graph_break, border.gathered_bytes)
+    report.seconds = time.perf_counter() - started
+    return program, report
 
 
 class Offloaded(Event, frozen=True):
@@ -94,14 +90,3 @@ class Offloaded(Event, frozen=True):
 
     def __str__(self) -> str:
         return f"offload: kept values of {self.min_bytes:,} bytes and more wait in host memory for backward"
-
-
-def _leaving(gm: fx.GraphModule, config: AutoSPConfig, border: Border) -> Leaving:
-    """How the graph's outputs return: see `AutoSPConfig.outputs`."""
-    if config.outputs == "shard":
-        return "chunk"
-    if config.outputs == "gather":
-        return "whole"
-    if config.breaks == "dtensor":
-        return "dtensor"
-    return "deferred" if is_with_loss(gm.graph) and not border.ends_early else "whole"

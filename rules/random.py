@@ -39,7 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, either, refuse, rule, where
 from fxrewrite.ops import HOST_WAITS, bind, is_random, key, vjp_inside
-from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_nodes, size_proxy
+from fxrewrite.spmd import DRAWS_APART, SpmdContext, draws_on_chunk, rank_node, size_hint, size_nodes, size_proxy
 
 aten = torch.ops.aten
 
@@ -158,8 +158,6 @@ class DrawByRank:
     """A step after which no operator draws the same numbers on different ranks for different chunks."""
 
     name = "draw_by_rank"
-    seed_id = "random.draw_seed"
-    """Rule id in `meta["fxrewrite"]` that marks a node as a common seed; each rank derives its own numbers from it."""
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         """Replaces the operators, and returns their number. Refuses one that cannot be made stateless."""
@@ -189,8 +187,9 @@ def _drawn_by_rank(edit: Edit, node: fx.Node, context: SpmdContext) -> fx.Node:
     is_dropout = key(node) == "aten::dropout"
     if is_dropout:
         given["input"] = call(aten.ones_like.default, x)
-    seed = call(aten.randint.default, 2**63 - 1, [], rule=DrawByRank.seed_id, dtype=torch.int64, device=_CPU)
+    seed = call(aten.randint.default, 2**63 - 1, [], rule="random.draw_seed", dtype=torch.int64, device=_CPU)
     edit.set_meta(seed, "recompute", CheckpointPolicy.MUST_SAVE)
+    edit.set_meta(seed, DRAWS_APART, context.axis.name)
     made = call(by_rank(_overload(node)), *given.values(), seed, rank_node(edit, context.axis))
     return call(aten.mul.Tensor, x, made) if is_dropout else made
 

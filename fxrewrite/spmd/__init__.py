@@ -48,7 +48,6 @@ from fxrewrite.spmd.group import (
     ADJOINTS as ADJOINTS,
     COLLECTIVE_KINDS as COLLECTIVE_KINDS,
     COLLECTIVES as COLLECTIVES,
-    axis_mesh as axis_mesh,
     axis_of as axis_of,
     axis_rank as axis_rank,
     fix_rank as fix_rank,
@@ -80,7 +79,12 @@ from fxrewrite.spmd.lower.collectives import (
 )
 from fxrewrite.spmd.lower.localize import LocalizeShapes as LocalizeShapes
 from fxrewrite.spmd.lower.means import REDUCTIONS as REDUCTIONS
-from fxrewrite.spmd.operators.draws import RefuseShardedDraws as RefuseShardedDraws, draws_on_chunk as draws_on_chunk
+from fxrewrite.spmd.operators.draws import (
+    DRAWS_APART as DRAWS_APART,
+    RefuseShardedDraws as RefuseShardedDraws,
+    draws_alike as draws_alike,
+    draws_on_chunk as draws_on_chunk,
+)
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
 from fxrewrite.spmd.operators.shared_nodes import (
     entry_nodes as entry_nodes,
@@ -91,7 +95,13 @@ from fxrewrite.spmd.operators.shared_nodes import (
 from fxrewrite.spmd.operators.traced import traced as traced
 from fxrewrite.spmd.parallelism.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
 from fxrewrite.spmd.parallelism.alternatives import choose_alternatives as choose_alternatives
-from fxrewrite.spmd.parallelism.backend import SpmdBackend as SpmdBackend, spmd as spmd
+from fxrewrite.spmd.parallelism.backend import (
+    Program as Program,
+    SpmdBackend as SpmdBackend,
+    lowered as lowered,
+    spmd as spmd,
+)
+from fxrewrite.spmd.parallelism.comparisons import RankComparisons as RankComparisons
 from fxrewrite.spmd.parallelism.expect import (
     Fires as Fires,
     Sends as Sends,
@@ -160,7 +170,7 @@ from fxrewrite.spmd.properties import (
 )
 from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
 from fxrewrite.spmd.runtime.agree import agree as agree
-from fxrewrite.spmd.runtime.borders import Border as Border, Leaving as Leaving, is_with_loss as is_with_loss
+from fxrewrite.spmd.runtime.borders import Border as Border
 from fxrewrite.spmd.runtime.chunked_tensor import (
     ChunkedTensor as ChunkedTensor,
     check_dtensors as check_dtensors,
@@ -185,5 +195,4 @@ from fxrewrite.spmd.runtime.rank_checks import (
     RankChecks as RankChecks,
     is_due as is_due,
 )
-from fxrewrite.spmd.runtime.ranks_backend import RanksBackend as RanksBackend
 from fxrewrite.spmd.virtual import declare_virtual as declare_virtual

@@ -124,8 +124,6 @@ def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
     return Axis(name, group.size(), group.group_name)
 
 
-def axis_mesh(mesh: DeviceMesh | None, axis: Axis, device_type: str) -> DeviceMesh:
-    """The mesh of this axis alone; where there is no mesh, that of its process group, for devices of this type."""
-    if mesh is not None:
-        return mesh[axis.name]
+def axis_mesh(axis: Axis, device_type: str) -> DeviceMesh:
+    """The mesh of the axis alone, made of its process group, for devices of this type."""
     return DeviceMesh.from_group(process_group(axis), device_type, mesh_dim_names=(axis.name,))

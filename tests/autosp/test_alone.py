@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from autosp_rules import autosp
-from autosp_rules.events import ProgramIsLast
 from fxrewrite.testing import fake_mesh
 from tests.autosp.models import batch, build
 
@@ -24,24 +23,6 @@ def test_a_rank_of_four_trains_without_the_others(attention: Any, rank: int) -> 
         torch.compile(model, backend=backend, fullgraph=True)(**batch("llama_gqa", "plain", length=32)).loss.backward()
     assert backend.reports[0].tokens_per_rank == 2 * 32 // 4
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_the_last_program_that_dynamo_makes_of_a_function_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.reset()
-    model = build("llama_gqa", layers=1)
-    with (
-        fake_mesh((4,), ("sp",)) as mesh,
-        torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False),
-    ):
-        backend = autosp(inner="aot_eager", mesh=mesh)
-        step = torch.compile(model, backend=backend)
-        for length in (16, 32, 64):
-            step(**batch("llama_gqa", "plain", length=length))
-    first, last = backend.reports
-    assert not first.events_of(ProgramIsLast)
-    (event,) = last.events_of(ProgramIsLast)
-    assert "program 2 of 2 that torch.compile makes of the function: calls that need another one run unc" in str(event)
-    assert f"autosp: {event}" in caplog.messages
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config
 from pydantic import ValidationError
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autosp_rules import AutoSPConfig, AutoSPError, autosp
 from fxrewrite.backends import OVERLAP, RECOMPUTE_LATE
@@ -87,11 +87,13 @@ def test_an_inner_backend_that_does_not_exist_is_refused_at_once() -> None:
 
 def test_options_of_inductor_are_set_for_what_this_backend_compiles_and_nothing_else() -> None:
     before = torch._inductor.config.reorder_for_compute_comm_overlap
-    compiler = autosp(overlap=True)._inner(options={"max_autotune": True})
+    program, recomputing = (fx.symbolic_trace(torch.nn.ReLU()) for _ in range(2))
+    recomputing.graph.output_node().meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    compiler = autosp(overlap=True)._inner(program, options={"max_autotune": True})
     assert compiler.config == {**OVERLAP, "max_autotune": True}
-    assert not autosp()._inner().config
-    assert autosp()._inner(recomputes=True).config == RECOMPUTE_LATE
-    assert autosp()._inner(recomputes=True, options={"score_fusion_memory_threshold": 10}).config != RECOMPUTE_LATE
+    assert not autosp()._inner(program).config
+    assert autosp()._inner(recomputing).config == RECOMPUTE_LATE
+    assert autosp()._inner(recomputing, options={"score_fusion_memory_threshold": 10}).config != RECOMPUTE_LATE
     assert before is torch._inductor.config.reorder_for_compute_comm_overlap is False
 
 
@@ -110,13 +112,3 @@ def test_the_inner_backend_is_told_which_inputs_are_parameters() -> None:
         torch.compile(torch.nn.Embedding(8, 2), backend=autosp(inner))(torch.zeros(1, 4, dtype=torch.int64))
     ((_, static),) = found
     assert len(static) == 1
-
-
-def test_precompiled_packages_are_refused() -> None:
-    torch._dynamo.reset()
-    with (
-        fake_mesh((2,), ("sp",)),
-        torch._dynamo.config.patch(caching_precompile=True),
-        pytest.raises(BackendCompilerFailed, match="caching_precompile keeps compiled code under nothing but"),
-    ):
-        torch.compile(torch.nn.Embedding(8, 2), backend=autosp("eager"))(torch.zeros(1, 4, dtype=torch.int64))

@@ -13,11 +13,10 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
-from autosp_rules.random import draws_alike
 from fxrewrite import RefusedError, RuleSet
 from fxrewrite.backends import RewritingBackend
 from fxrewrite.ops import is_random, key, may_be_random
-from fxrewrite.spmd import PLACEMENT, Shard, SpmdContext, axis_of
+from fxrewrite.spmd import PLACEMENT, Axis, Shard, SpmdContext, axis_of, draws_alike
 from fxrewrite.testing import RankRun, fake_mesh
 from rules.layouts import LAYOUTS
 from rules.random import DRAW_WHOLE, DrawByRank, by_rank, draw_dropout_whole
@@ -332,7 +331,7 @@ def test_recomputation_does_not_draw_again(rules: str) -> None:
 def test_what_ranks_must_draw_alike() -> None:
     def drawn(body: Callable[[Tensor], Tensor], config: AutoSPConfig) -> list[str]:
         program, _ = dry_run(Drops(body), {"ids": IDS}, num_ranks=2, config=config)
-        return [key(node) for node in draws_alike(program)]
+        return [key(node) for node in draws_alike(program, Axis("sp", 2))]
 
     def chunks(x: Tensor) -> Tensor:
         return F.dropout(x + torch.rand_like(x), 0.5).sum()

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from autosp_rules import AutoSPConfig
-from autosp_rules.program import ADVICE
+from autosp_rules.backend import ADVICE
 from autosp_rules.transform import transform
 from fxrewrite.spmd import RankChecks, axis_of, is_due
 from fxrewrite.testing import fake_mesh

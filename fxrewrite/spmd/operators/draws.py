@@ -11,7 +11,16 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import is_random, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.facts import result_placements
-from fxrewrite.spmd.placement import Shard
+from fxrewrite.spmd.placement import Axis, Shard
+
+DRAWS_APART = "draws_apart"
+"""In the metadata of a node: the axis along which ranks may draw different numbers by it."""
+
+
+def draws_alike(program: fx.GraphModule, axis: Axis) -> list[fx.Node]:
+    """The nodes that must draw the same numbers on every rank of the axis: all but what draws on chunks, or apart."""
+    drawn = (node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node))
+    return [node for node in drawn if node.meta.get(DRAWS_APART) != axis.name]
 
 
 def draws_on_chunk(node: fx.Node) -> bool:

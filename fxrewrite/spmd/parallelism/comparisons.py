@@ -23,18 +23,19 @@ from fxrewrite.graph.differentiable import requires_gradient
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
-from fxrewrite.ops import is_parameter, is_random, key, tensors_of
+from fxrewrite.ops import is_parameter, key, tensors_of
 from fxrewrite.spmd.group import axis_of
-from fxrewrite.spmd.operators.draws import draws_on_chunk
+from fxrewrite.spmd.operators.draws import draws_alike
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.parallelism.arguments import Stated
 from fxrewrite.spmd.parallelism.parallelism import AnyPlan, Parallelism
+from fxrewrite.spmd.parallelism.schedule.local_gradients import is_leaf
 from fxrewrite.spmd.placement import Axis, Replicate
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree, agree_along
 from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram
 
-_ADVICE = Advice(
+ADVICE = Advice(
     inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
     "rank has its own",
     parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
@@ -61,10 +62,21 @@ class Comparison:
 
 
 class RankComparisons:
-    """Of all programs of one backend. See the module."""
+    """Of all programs of one backend. See the module.
 
-    def __init__(self, plan: AnyPlan, mesh: DeviceMesh, timeout: float) -> None:
+    Args:
+        plan: of the backend.
+        mesh: has its axes.
+        timeout: seconds to wait for other ranks to compile the same.
+        advice: what errors say to do.
+        every_call: whether calls after the first are compared along axes with shared data.
+    """
+
+    def __init__(
+        self, plan: AnyPlan, mesh: DeviceMesh, timeout: float, advice: Advice = ADVICE, *, every_call: bool = True
+    ) -> None:
         self._plan, self._mesh, self._timeout = plan, mesh, timeout
+        self._advice, self._every_call = advice, every_call
         self._same: dict[str, SameProgram] = {}
         """By axis with own data."""
         self._known: dict[tuple[str, str], RankChecks] = {}
@@ -119,6 +131,29 @@ class RankComparisons:
         ]
         return [*found, *self._distinct_chunks(program, chunks)]
 
+    def of_whole(self, gm: fx.GraphModule) -> list[Comparison]:
+        """What compares, in training, the ranks that run a graph whole; parameters are left to their gradients.
+
+        Equal inputs give equal gradients, and a rank may run the graph alone, to evaluate.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        at = [i for i, node in enumerate(placeholders) if not is_parameter(node)]
+        axes = [axis_of(self._mesh, member.axis) for member in self._plan.members]
+        return [self._shared(gm, at, axis, in_training=True) for axis in axes if self._every_call]
+
+    def _shared(self, program: fx.GraphModule, at: Sequence[int], axis: Axis, *, in_training: bool) -> Comparison:
+        """Compares these inputs along an axis with shared data."""
+        placeholders = program.graph.find_nodes(op="placeholder")
+        checks = RankChecks(
+            [placeholders[i] for i in at],
+            axis,
+            self._advice,
+            drawn=draws_alike(program, axis),
+            in_training=in_training,
+            every_call=self._every_call,
+        )
+        return Comparison(at, checks)
+
     def _comparison(
         self, program: fx.GraphModule, member: Parallelism, text: str, without: Container[fx.Node]
     ) -> Comparison:
@@ -131,17 +166,16 @@ class RankComparisons:
             for i, (node, of) in enumerate(zip(placeholders, held, strict=True))
             if of.get(axis.name, Replicate()) == Replicate()
             and node not in without
+            and not is_leaf(node)
             and not (is_own and (is_buffer(node) or not is_parameter(node)))
         ]
-        compared = [placeholders[i] for i in at]
         if not is_own:
-            drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
-            return Comparison(at, RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout))
+            return self._shared(program, at, axis, in_training=False)
         if (axis.name, text) not in self._known:
             device = torch.device(self._mesh.device_type)
-            same = self._same.setdefault(axis.name, SameProgram(axis, _SAME_PARAMETERS, device, self._timeout))
+            same = self._same.setdefault(axis.name, SameProgram(axis, _SAME_PARAMETERS, device))
             self._known[axis.name, text] = RankChecks(
-                compared, axis, _ADVICE, same=same, text=text, in_training=True, timeout=self._timeout
+                [placeholders[i] for i in at], axis, self._advice, same=same, text=text, in_training=True
             )
         return Comparison(at, self._known[axis.name, text])
 

@@ -418,7 +418,7 @@ def _joined(of: Sequence[Any], more: Sequence[Any]) -> tuple[Any, ...]:
     return (*of, *(one for one in more if not any(one is other for other in of)))
 
 
-def check_axes(plan: AnyPlan, mesh: Mapping[str, int] | DeviceMesh) -> None:
+def check_axes(plan: AnyPlan, mesh: Mapping[str, int] | DeviceMesh | None) -> None:
     """Raise FxRewriteError where the mesh lacks an axis of the plan, has them in another order, or is no mesh."""
     if not isinstance(plan, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise FxRewriteError(f"the plan is a {type(plan).__name__}; pass a Parallelism, or several, a | b")
@@ -433,7 +433,9 @@ def check_axes(plan: AnyPlan, mesh: Mapping[str, int] | DeviceMesh) -> None:
     stated = [member.axis for member in plan.members]
     missing = [axis for axis in stated if axis not in axes]
     if missing:
-        raise FxRewriteError(f"the plan is over axis {missing[0]!r}, and the mesh has {tuple(axes)}")
+        raise FxRewriteError(
+            f"the plan is over axis {missing[0]!r}, and the mesh has no axis {missing[0]!r}; it has {tuple(axes)}"
+        )
     ordered = sorted(stated, key=list(axes).index)
     if stated != ordered:
         names = {member.axis: member.name for member in plan.members}

@@ -2,6 +2,7 @@
 
     border = Border(mesh, leaving=...)
     border.enter(gm, example_inputs)     before the graph is lowered: it starts from whole values from now on
+    border.decide(graph, ...)            in normal form: how outputs leave
     border.on(axis)                      SpmdContext.output_placement, while the program is lowered over this axis
     border.prepare(program)              once it is lowered, before it is compiled for `border.examples(...)`
     border.entered(inputs)               at each call: what the program gets
@@ -9,7 +10,7 @@
 
 Outputs that ranks hold in chunks leave in one of four ways (`Leaving`). Beside a scalar loss, other outputs such as
 logits are often not used at all: those that are gathered when they are first used then cost no communication.
-`is_with_loss` tells a graph that returns one. A view of what the program gets is gathered by it.
+A view of what the program gets is gathered by it.
 """
 
 from __future__ import annotations
@@ -52,12 +53,8 @@ _NUMBERS = itertools.count(1)
 _NO_FLOATS = "it holds no floating-point numbers"
 
 
-def is_with_loss(graph: fx.Graph) -> bool:
-    """Whether an output is one number that is computed of what the model is called with, and not of weights alone."""
-    return any(map(_is_loss, graph.output_node().all_input_nodes))
-
-
 def _is_loss(node: fx.Node) -> bool:
+    """Whether an output is one number that is computed of what the model is called with, and not of weights alone."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
         return False
@@ -198,6 +195,23 @@ class Border:
         return found
 
     # outputs
+
+    def decide(self, graph: fx.Graph, *, breaks: str, outputs: str, is_part: bool) -> None:
+        """Afterwards outputs leave as these settings say for a graph in normal form.
+
+        Args:
+            graph: is looked at for a loss.
+            breaks: "dtensor" where they leave as DTensors.
+            outputs: "shard", each rank's chunk; "gather", whole; or "auto": as DTensors if `breaks` says so; beside a
+                loss gathered when they are first used, unless the graph is a part; else whole.
+            is_part: whether more of the model may read them.
+        """
+        if outputs != "auto":
+            self.leaving = "chunk" if outputs == "shard" else "whole"
+        elif breaks == "dtensor":
+            self.leaving = "dtensor"
+        elif not is_part and any(map(_is_loss, graph.output_node().all_input_nodes)):
+            self.leaving = "deferred"
 
     def on(self, axis: Axis) -> Callable[[int, fx.Node, Placement], Placement]:
         """How outputs are returned over the axis, which is lowered after those before it."""

@@ -33,7 +33,7 @@ from fxrewrite.spmd.runtime.fingerprint import BackgroundComparison, fingerprint
 
 _GENERATORS = "the random number generators, which must draw alike for"
 _SECONDS = 3600.0
-"""Timeout in seconds: how long to wait for the slowest rank to finish compiling."""
+"""How long to wait for the slowest rank to make a call, in seconds; one may save a checkpoint before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class _Pending:
             self._scales += [len(self._of) - 1] * 2 if count == 2 else [-1]
         self._comparison = BackgroundComparison(axis, self._numbers)
 
-    def settle(self, timeout: float) -> None:
+    def settle(self) -> None:
         """Waits for the comparison.
 
         Raises:
@@ -94,7 +94,7 @@ class _Pending:
         agree(
             self._axis,
             "\n".join(self._of[i].text or f"{self._of[i].label}: {mine[i]:.17g}" for i in wrong),
-            timeout=timeout,
+            timeout=_SECONDS,
             differ=differ,
             absent="did not call what it had compiled",
             hint=first.hint,
@@ -114,7 +114,6 @@ class RankChecks:
         text: what the program shares with those of other ranks, for `same`.
         in_training: whether calls are compared in training only, so that a rank may evaluate alone.
         every_call: whether to compare calls after the first.
-        timeout: how long to wait for the slowest rank to finish compiling, in seconds.
     """
 
     def __init__(
@@ -128,9 +127,8 @@ class RankChecks:
         text: str = "",
         in_training: bool = False,
         every_call: bool = True,
-        timeout: float = _SECONDS,
     ) -> None:
-        self._axis, self._advice, self._timeout = axis, advice, timeout
+        self._axis, self._advice = axis, advice
         self._same, self._text = same, text
         self._in_training, self._every_call = in_training, every_call
         names = [_name(node) for node in placeholders]
@@ -141,7 +139,7 @@ class RankChecks:
         is_for_many = any(isinstance(fake_value(node), torch.SymInt) for node in placeholders)
         self._sizes: SizesOfCalls | None = None
         if is_for_many and every_call and same is None:
-            self._sizes = SizesOfCalls(axis, max(timeout, _SECONDS), advice.inputs)  # one may save a checkpoint before
+            self._sizes = SizesOfCalls(axis, _SECONDS, advice.inputs)
         self._drawn = drawn
         self._devices = sorted({_device_of(node) for node in drawn}, key=str)
         self._calls = 0
@@ -180,7 +178,7 @@ class RankChecks:
         agree(
             self._axis,
             "\n".join(f"{name}: {_shown(value)}" for name, value in passed),
-            timeout=self._timeout,
+            timeout=_SECONDS,
             differ="do not make the same call",
             absent="did not call what it had compiled",
             hint=f"every rank of the axis compiles, and makes the same calls: {self._advice.inputs}",
@@ -195,7 +193,7 @@ class RankChecks:
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.settle(self._timeout)
+            pending.settle()
 
     def _each(self, inputs: Sequence[Any]) -> list[tuple[str, Any, bool]]:
         return list(zip(self._names, [inputs[i] for i in self._order], self._is_parameter, strict=True))
@@ -283,11 +281,10 @@ class SameProgram:
         axis: of the ranks.
         advice: what to do where they run different ones.
         device: where numbers are sent from.
-        timeout: how long to wait for the slowest rank, in seconds.
     """
 
-    def __init__(self, axis: Axis, advice: str, device: torch.device, timeout: float = _SECONDS) -> None:
-        self._axis, self._advice, self._device, self._timeout = axis, advice, device, timeout
+    def __init__(self, axis: Axis, advice: str, device: torch.device) -> None:
+        self._axis, self._advice, self._device = axis, advice, device
         self._pending: _Pending | None = None
 
     def before(self, text: str, *, wait: bool) -> None:
@@ -312,7 +309,7 @@ class SameProgram:
         """Reads the pending comparison, if there is one."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.settle(self._timeout)
+            pending.settle()
 
 
 def _name(placeholder: fx.Node) -> str:

@@ -239,6 +239,9 @@ def test_the_last_program_that_dynamo_makes_says_so(mesh: DeviceMesh, caplog: py
     first, last = (report.events_of(ProgramIsLast) for report in backend.reports)
     assert not first
     assert f"spmd: {last[0]}" in caplog.messages
+    assert "program 2 of 2 that torch.compile makes of the function: calls that need another one run unc" in str(
+        last[0]
+    )
     assert "or end with an error of torch's where parameters are in shards; mark the sizes" in str(last[0])
 
 

@@ -38,7 +38,7 @@ class LocalGradients:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         inputs = edit.graph.find_nodes(op="placeholder")
-        leaves = [node for node in inputs if _LEAF in node.meta]
+        leaves = list(filter(is_leaf, inputs))
         for leaf in leaves:
             value, axes, factor = self._passed(edit, inputs[leaf.meta[_LEAF]])
             edit.set_meta(leaf, "val", value.meta["val"])
@@ -105,7 +105,12 @@ def add_leaves(program: fx.GraphModule) -> None:
     program.recompile()
 
 
+def is_leaf(node: fx.Node) -> bool:
+    """Whether the input is a leaf."""
+    return _LEAF in node.meta
+
+
 def leaves_of(program: fx.GraphModule) -> list[tuple[int, tuple[str, ...], fx.Node]]:
     """The leaves of a lowered program, in order: the position of each one's parameter, its axes, and itself."""
-    leaves = (node for node in program.graph.find_nodes(op="placeholder") if _LEAF in node.meta)
+    leaves = filter(is_leaf, program.graph.find_nodes(op="placeholder"))
     return [(leaf.meta[_LEAF], leaf.meta[_AXES], leaf) for leaf in leaves]
