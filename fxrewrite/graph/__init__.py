@@ -12,13 +12,11 @@ from fxrewrite.graph.closed import (
 from fxrewrite.graph.copy import copy_module as copy_module
 from fxrewrite.graph.diff import graph_diff as graph_diff
 from fxrewrite.graph.differentiable import (
-    differentiated as differentiated,
     is_recomputed as is_recomputed,
     may_go_backward as may_go_backward,
 )
 from fxrewrite.graph.edit import Edit as Edit
 from fxrewrite.graph.facts import Fact as Fact
-from fxrewrite.graph.garbage import few_collections as few_collections
 from fxrewrite.graph.inputs import input_name as input_name
 from fxrewrite.graph.modules import matches_glob as matches_glob, module_names as module_names
 from fxrewrite.graph.other_sizes import check_sizes as check_sizes
@@ -27,7 +25,6 @@ from fxrewrite.graph.sizes import (
     divide_exactly as divide_exactly,
     is_same_size as is_same_size,
     product as product,
-    quotient as quotient,
     size_hint as size_hint,
 )
 from fxrewrite.graph.source import copied_meta as copied_meta, source_line as source_line

@@ -2,7 +2,6 @@
 
 from fxrewrite.graph.sizes import (
     Size as Size,
-    SizeReader as SizeReader,
     divide_exactly as divide_exactly,
     is_broadcast as is_broadcast,
     is_divided_by as is_divided_by,
@@ -45,7 +44,6 @@ from fxrewrite.spmd.facts import (
     placement_of as placement_of,
 )
 from fxrewrite.spmd.group import (
-    ADJOINTS as ADJOINTS,
     COLLECTIVE_KINDS as COLLECTIVE_KINDS,
     COLLECTIVES as COLLECTIVES,
     axis_of as axis_of,
@@ -101,7 +99,6 @@ from fxrewrite.spmd.parallelism.backend import (
     lowered as lowered,
     spmd as spmd,
 )
-from fxrewrite.spmd.parallelism.comparisons import RankComparisons as RankComparisons
 from fxrewrite.spmd.parallelism.expect import (
     Fires as Fires,
     Sends as Sends,
@@ -128,7 +125,6 @@ from fxrewrite.spmd.placement import (
     as_placement as as_placement,
     is_same_placement as is_same_placement,
     local_shape as local_shape,
-    num_entries as num_entries,
 )
 from fxrewrite.spmd.price.choice import Chosen as Chosen, choose as choose
 from fxrewrite.spmd.price.price import (
@@ -152,7 +148,6 @@ from fxrewrite.spmd.propagation.place import (
     Place as Place,
     held_as as held_as,
     hold_chunks as hold_chunks,
-    input_of as input_of,
 )
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements as PropagatePlacements
 from fxrewrite.spmd.propagation.sites import (
@@ -173,7 +168,6 @@ from fxrewrite.spmd.runtime.agree import agree as agree
 from fxrewrite.spmd.runtime.borders import Border as Border
 from fxrewrite.spmd.runtime.chunked_tensor import (
     ChunkedTensor as ChunkedTensor,
-    check_dtensors as check_dtensors,
     chunked as chunked,
 )
 from fxrewrite.spmd.runtime.deferred import (

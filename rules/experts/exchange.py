@@ -71,17 +71,18 @@ class ExchangePairs:
     """A step that has pairs sent by all-to-all where propagation gathers tokens for experts.
 
     Args:
-        name: of the step.
         by: what decides: the bytes that are sent ("price"), or the caller ("all_to_all", "gather").
 
     Raises:
         FxRewriteError: `by` is none of these.
     """
 
-    def __init__(self, name: str, by: ExpertsOption = "price") -> None:
+    name = "exchange_pairs"
+
+    def __init__(self, by: ExpertsOption = "price") -> None:
         if by not in get_args(ExpertsOption):
-            raise FxRewriteError(f"{name}: by={by!r} is not one of {get_args(ExpertsOption)}")
-        self.name, self.by = name, by
+            raise FxRewriteError(f"{self.name}: by={by!r} is not one of {get_args(ExpertsOption)}")
+        self.by = by
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         """Rewrites the experts that are to be reached so, and returns how many."""

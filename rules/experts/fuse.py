@@ -79,8 +79,9 @@ _READ_BY: dict[Role, Read] = {Role.ORDER: "slots", Role.TOKENS: "tokens"}
 class FuseSlots:
     """A step that makes one node of the operators between a sort of token-expert pairs and its inverse."""
 
-    def __init__(self, name: str, rules: LayoutRules) -> None:
-        self.name = name
+    name = "fuse_slots"
+
+    def __init__(self, rules: LayoutRules) -> None:
         self.rules = rules
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:

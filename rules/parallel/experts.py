@@ -28,8 +28,8 @@ EXPERTS = Parallelism(
     "experts",
     axis="ep",
     place={param("*.experts.*"): Shard(0)},
-    rules=[FuseSlots("fuse_slots", LAYOUTS), EXPERTS_OVER_RANKS],
-    placed=[ExchangePairs("exchange_pairs")],
+    rules=[FuseSlots(LAYOUTS), EXPERTS_OVER_RANKS],
+    placed=[ExchangePairs()],
     lowered=[WRITE_OUT_EXPERTS, WRITE_OUT_SLOTS],
     layouts=(*SLOT_LAYOUTS, *EXPERT_LAYOUTS),
 )

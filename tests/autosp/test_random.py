@@ -329,9 +329,9 @@ def test_recomputation_does_not_draw_again(rules: str) -> None:
 
 
 def test_what_ranks_must_draw_alike() -> None:
-    def drawn(body: Callable[[Tensor], Tensor], config: AutoSPConfig) -> list[str]:
+    def drawn(body: Callable[[Tensor], Tensor], config: AutoSPConfig, axis: str = "sp") -> list[str]:
         program, _ = dry_run(Drops(body), {"ids": IDS}, num_ranks=2, config=config)
-        return [key(node) for node in draws_alike(program, Axis("sp", 2))]
+        return [key(node) for node in draws_alike(program, Axis(axis, 2))]
 
     def chunks(x: Tensor) -> Tensor:
         return F.dropout(x + torch.rand_like(x), 0.5).sum()
@@ -340,5 +340,6 @@ def test_what_ranks_must_draw_alike() -> None:
         return F.dropout(x.mean(1), 0.5).sum()
 
     assert not drawn(chunks, AutoSPConfig())
+    assert drawn(chunks, AutoSPConfig(), "tp") == ["aten::randint"] * 2, "a chunk's numbers are those of one seed there"
     assert drawn(pooled, AutoSPConfig()) == ["aten::dropout"]
     assert drawn(lambda x: F.dropout(x, 0.5).sum(), GLOBAL) == ["aten::dropout"]

@@ -248,7 +248,7 @@ class _Search:
         """The price of the program that is lowered so, or why the plan refuses it."""
         stated = _stated(self.plan, self.choices, taken)
         members = tuple(replace(member, expect=()) for member in stated.members)
-        contexts = {name: replace(context, watch=None) for name, context in self.contexts().items()}
+        contexts = self.contexts()
         program = copy_module(self.program)
         try:
             Parallelisms(members).plan().apply(program, context=contexts)

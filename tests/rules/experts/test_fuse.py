@@ -37,7 +37,7 @@ grouped_product = torch.ops.transformers.grouped_mm_fallback
 TOKENS, PER_TOKEN, WIDTH, INNER, EXPERTS = 8, 2, 4, 6, 3
 SLOTS = TOKENS * PER_TOKEN
 ALL_LAYOUTS = LayoutRules((*LAYOUTS, *SLOT_LAYOUTS))
-FUSE = RuleSet("fuse", NORMAL_FORMS, FuseSlots("fuse_slots", LAYOUTS))
+FUSE = RuleSet("fuse", NORMAL_FORMS, FuseSlots(LAYOUTS))
 ON_RANKS = RuleSet(
     "on_ranks",
     FUSE,

@@ -207,7 +207,7 @@ def test_how_tokens_come_to_experts(per_token: int, ranks: int, by: Any, runs: s
         plan, x = EXPERT_DATA, torch.randn(ranks, tokens, 6, dtype=torch.float64)
     else:
         chunks = {**EXPERTS.place, inputs("x"): Shard(1)}
-        plan = replace(EXPERTS, place=chunks, placed=[ExchangePairs("exchange_pairs", by)])
+        plan = replace(EXPERTS, place=chunks, placed=[ExchangePairs(by)])
         x = torch.randn(1, tokens, 6, dtype=torch.float64)
     found = simulate(model, {"x": x}, plan, {plan.axis: ranks})
     assert found.loss_error < 1e-14, str(found)
@@ -254,4 +254,4 @@ def test_a_model_without_experts() -> None:
     with pytest.raises(FxRewriteError, match=r"ep=3 ranks do not divide S\(0\); 2, 4 do"):
         simulate(mixture("Mixtral"), {"input_ids": IDS, "labels": IDS}, EXPERTS, {"ep": 3})
     with pytest.raises(FxRewriteError, match="by='alltoall' is not one of"):
-        ExchangePairs("exchange_pairs", "alltoall")  # pyright: ignore[reportArgumentType]
+        ExchangePairs("alltoall")  # pyright: ignore[reportArgumentType]
