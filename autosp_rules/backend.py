@@ -49,7 +49,7 @@ ADVICE = Advice(
 )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _WholePart(Program):
     """The program of a part of a model without a sequence, which every rank runs whole."""
 

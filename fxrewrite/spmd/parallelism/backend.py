@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=ProgramReport)
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A compiled program as Dynamo calls it: the ranks are compared, and it gets what this rank holds."""
 
