@@ -54,6 +54,7 @@ from rules.experts.exchange import ExchangePairs
 from rules.experts.fuse import FuseSlots
 from rules.experts.over_ranks import EXPERT_LAYOUTS, EXPERTS_OVER_RANKS, WRITE_OUT_EXPERTS
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
+from rules.halos import LOWER_CONVOLUTIONS, RAISE_CONVOLUTIONS
 from rules.layouts import LAYOUTS
 from rules.masks.dense import MASKS
 from rules.masks.naming import NameMasks
@@ -128,7 +129,14 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
             "canonicalize",
             *(NORMAL_FORMS, RAISE_FLEX, RAISE_FLASH, JOINED_PARTS, EARLY_CUTS, LOSSES, ATTENTION_UNBIASED),
             *_own_rules(config),
-            *(MASKS, RAISE_ATTENTION, SHARE_HEADS, DecomposeUnknown("decompose_unknown", layouts), DeadCode()),
+            *(
+                MASKS,
+                RAISE_ATTENTION,
+                SHARE_HEADS,
+                RAISE_CONVOLUTIONS,
+                DecomposeUnknown("decompose_unknown", layouts),
+                DeadCode(),
+            ),
             gives=(CANONICAL,),
         ),
         *((staged(DRAW_WHOLE, precedes=(PLACEMENTS,)),) if is_global else ()),
@@ -146,6 +154,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         LocalizeShapes("propagate_shapes", layouts),
         SLICE_RULES,
         RING_RULES,
+        LOWER_CONVOLUTIONS,
         BUNDLE_RULES,
         COLLECTIVE_RULES,
         staged(WRITE_OUT_EXPERTS, needs=(SLOTS, COLLECTIVE_CALLS), precedes=(CHECKPOINTS,)),

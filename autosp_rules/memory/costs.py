@@ -20,6 +20,7 @@ from fxrewrite.spmd import (
     COLLECTIVE_KINDS,
     COLLECTIVES,
     FLOPS_PER_BYTE_SENT,
+    HALO,
     PRICE,
     Price,
     Size,
@@ -32,7 +33,7 @@ ATTENTION_PASSES = 1 + ATTENTION_BACKWARD
 """FLOPs of forward and backward in units of the forward."""
 
 _EXCHANGE = "autosp::exchange"
-_SAVES_NOTHING = {_EXCHANGE, *map(key, COLLECTIVES.values())}
+_SAVES_NOTHING = {_EXCHANGE, *map(key, (HALO, *COLLECTIVES.values()))}
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators whose backward reads nothing if this argument is a number."""
 _MANY = 1024

@@ -75,6 +75,7 @@ from fxrewrite.spmd.lower.collectives import (
     redistribution as redistribution,
     take_chunk as take_chunk,
 )
+from fxrewrite.spmd.lower.halos import exchange_halo as exchange_halo
 from fxrewrite.spmd.lower.localize import LocalizeShapes as LocalizeShapes
 from fxrewrite.spmd.lower.means import REDUCTIONS as REDUCTIONS
 from fxrewrite.spmd.operators.draws import (
@@ -83,6 +84,7 @@ from fxrewrite.spmd.operators.draws import (
     draws_alike as draws_alike,
     draws_on_chunk as draws_on_chunk,
 )
+from fxrewrite.spmd.operators.halo import HALO as HALO
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
 from fxrewrite.spmd.operators.shared_nodes import (
     entry_nodes as entry_nodes,
@@ -137,6 +139,7 @@ from fxrewrite.spmd.price.price import (
 )
 from fxrewrite.spmd.price.products import (
     ATTENTION_BACKWARD as ATTENTION_BACKWARD,
+    declare_convolution as declare_convolution,
     declare_product as declare_product,
     operations as operations,
 )

@@ -3,16 +3,67 @@
     n (g ci) !l..., (g co) ci !k..., +(g co)? -> n (g co) !o...      transposed: weight (g ci) co !k...
     n... !h !w -> n... i j                                           a pool: channels are independent, too
 
-A depthwise convolution along the sequence, which state space models and linear attention use before their scans, has as
-many groups as channels, so propagation moves the shards to the channels by all-to-all. A dense convolution has one
-group: the shards move to the batch, or are gathered. Windows that do not overlap, such as patches or single positions,
-are independent: l = (o k).
+A convolution whose windows overlap needs its positions whole: shards move to groups of channels, to the batch, or are
+gathered. `padded_convolution`, which `rules.halos` makes of most of them, keeps positions in chunks: a rank reads what
+is beside its chunk. Windows that do not overlap, such as patches or single positions, are independent: l = (o k).
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_same_size
+import torch
+
+from fxrewrite.ops import key
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, declare_convolution, declare_virtual, is_same_size
 from rules.layouts.terms import aten, index_map
+
+CONVOLVE = {1: torch.ops.aten.conv1d.default, 2: torch.ops.aten.conv2d.default, 3: torch.ops.aten.conv3d.default}
+"""Convolutions by how many spatial dimensions they have."""
+
+
+def _padded(num_spatial: int) -> Callable[..., torch.Tensor]:
+    def function(
+        input: torch.Tensor,  # noqa: A002  # ATen's name for it
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: Sequence[int],
+        before: Sequence[int],
+        after: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> torch.Tensor:
+        return convolve(num_spatial, input, weight, bias, stride, before, after, dilation, groups)
+
+    function.__name__ = function.__qualname__ = f"padded_convolution{num_spatial}d"
+    return declare_virtual()(function)
+
+
+def convolve(
+    num_spatial: int,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    before: Sequence[int],
+    after: Sequence[int],
+    dilation: Sequence[int],
+    groups: Any,
+) -> Any:
+    """Returns the convolution, of a padded `x` where the two ends of a dimension do not get as many zeros."""
+    padding = [a if a == b else 0 for a, b in zip(before, after, strict=True)]
+    apart = [(a - p, b - p) for a, b, p in zip(before, after, padding, strict=True)]
+    if any(map(any, apart)):
+        x = torch.ops.aten.constant_pad_nd(x, [count for ends in reversed(apart) for count in ends])
+    return CONVOLVE[num_spatial](x, weight, bias, list(stride), padding, list(dilation), groups)
+
+
+PADDED = {num_spatial: _padded(num_spatial) for num_spatial in CONVOLVE}
+"""The operators, by how many spatial dimensions they have."""
+
+
+for _function in PADDED.values():
+    declare_convolution(key(_function))
 
 
 def convolution(call: Call) -> IndexMap | None:
@@ -25,6 +76,32 @@ def transposed_convolution(call: Call) -> IndexMap | None:
     """n (g ci) !l..., (g ci) co !k..., +(g co)? -> n (g co) !o...; o = (l !k) where windows do not overlap"""
     weight, groups = call.shape(1), call.args["groups"]
     return _convolution(call, ci=weight[0] // groups, co=weight[1], is_transposed=True)
+
+
+def padded_convolution(call: Call) -> IndexMap | None:
+    """n (g ci) (o !s)..., (g co) ci !k..., +(g co)? -> n (g co) o..."""
+    value, weight, result = call.shape(0), call.shape(1), call.result_shapes()[0]
+    num_spatial, groups = len(weight) - 2, call.args["groups"]
+    batch = (("n",),) if len(value) > num_spatial + 1 else ()
+    sizes: dict[str, Size] = {"g": groups, "ci": weight[1], "co": weight[0] // groups}
+    read, made = [], []
+    for dim in range(num_spatial):
+        by, size = call.args["stride"][dim], result[dim - num_spatial]
+        keeps = is_same_size(size * by, value[dim - num_spatial])
+        read.append((f"o{dim}", f"s{dim}")[: 1 + (by > 1)] if keeps else (f"l{dim}",))
+        made.append((f"o{dim}",))
+        sizes |= {f"o{dim}": size, f"s{dim}": by}
+    operands = {
+        "input": (*batch, ("g", "ci"), *read),
+        "weight": (("g", "co"), ("ci",), *((f"k{dim}",) for dim in range(num_spatial))),
+        "bias": (("g", "co"),),
+    }
+    whole = {f"{name}{dim}" for name in "ks" for dim in range(num_spatial)}
+    added = (call.args.get("bias"),)
+    found = index_map(
+        call, operands, (*batch, ("g", "co"), *made), whole=whole, summed={"ci"}, added=added, sizes=sizes
+    )
+    return None if found is None else replace(found, in_one_run=frozenset(f"o{dim}" for dim in range(num_spatial)))
 
 
 def _convolution(call: Call, *, ci: Size, co: Size, is_transposed: bool) -> IndexMap | None:
@@ -107,6 +184,16 @@ LAYOUTS = (
         )
         for name, rule in (("conv", convolution), ("conv_transpose", transposed_convolution))
         for rank in (1, 2, 3)
+    ),
+    *(
+        LayoutRule(
+            f"layout.padded_convolution{rank}d",
+            (key(function),),
+            padded_convolution,
+            run_args=(("groups", -rank - 1),),
+            neutral="zeros",
+        )
+        for rank, function in PADDED.items()
     ),
     *(rule for rank in (1, 2, 3) for rule in _pools(rank)),
     LayoutRule("layout.shuffle_pixels", aten("pixel_shuffle pixel_unshuffle"), "n... !c !h !w -> n... d i j"),

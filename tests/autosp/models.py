@@ -56,6 +56,12 @@ def _bert() -> torch.nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+def _lfm2() -> torch.nn.Module:
+    """A short convolution along the sequence, then attention."""
+    config = transformers.Lfm2Config(**_DECODER, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    return transformers.Lfm2ForCausalLM(config)
+
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "llama_gqa": lambda: _llama(num_key_value_heads=2),
     "llama_mha": lambda: _llama(num_key_value_heads=4),
@@ -63,6 +69,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "mistral": _mistral,
     "gpt2": _gpt2,
     "bert": _bert,
+    "lfm2": _lfm2,
 }
 INPUTS = ("plain", "positions", "ones_mask", "right_padding", "uneven_labels", "labels_on_one_rank", "num_items")
 

@@ -50,8 +50,10 @@ from fxrewrite.spmd.properties import COLLECTIVE_CALLS, PLACEMENTS
 
 Data: TypeAlias = Literal["shared", "own"]
 """What the ranks of an axis are called with: the same values, or values of their own."""
-CANONICAL = ("normal_forms", "flex_attention", "flash_attention", "losses", "attention")
+CANONICAL = ("normal_forms", "flex_attention", "flash_attention", "losses", "attention", "convolutions")
 """The registered rule sets that bring a graph into the forms that layout rules know."""
+LOWERED = ("convolutions_on_ranks",)
+"""Those after which it has none of the operators that these forms have and torch has not."""
 DRAWS = ("random",)
 """Registered rule sets after which random numbers are drawn for whole values, as on one device."""
 
@@ -326,6 +328,7 @@ class Parallelism:
             *(() if is_own else (RefuseShardedDraws(f"{self.name}.draws"),)),
             REDUCTIONS,
             LocalizeShapes(f"{self.name}.localize", layouts, own_inputs=is_own),
+            *(shipped[name] for name in LOWERED),
             COLLECTIVE_RULES,
             *self._slot("lowered", (COLLECTIVE_CALLS,)),
             *expected,

@@ -63,6 +63,11 @@ def declare_product(
     _PRODUCTS[operator_key] = _Product(operations, backward)
 
 
+def declare_convolution(operator_key: str) -> None:
+    """State that an operator is a convolution: of `input` by `weight`, whatever its other arguments are."""
+    _PRODUCTS[operator_key] = _CONVOLUTION
+
+
 def is_product(node: fx.Node) -> bool:
     """Whether the node multiplies matrices; a convolution does not, whatever its kernels do."""
     found = _PRODUCTS.get(key(node))
