@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op, where
@@ -44,7 +43,8 @@ from fxrewrite.spmd import (
 )
 from rules.layouts.convolutions import CONVOLVE, PADDED, convolve
 
-aten = torch.ops.aten
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +192,34 @@ def _convolution(name: str) -> Any:
     return op(name, cap("input"), cap("weight"), *(cap(option, "any") for option in ("bias", *_OPTIONS)))
 
 
+raise_causal = _raise(
+    "raise_causal", op("slice", _convolution("conv1d"), *(cap(name, "any") for name in ("dim", "start", "end")))
+)
+
+
+@raise_causal.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Samples slices that keep the length: of windows that end at an entry, begin there, or are around it."""
+    groups, length, dilation, size = draw.integer(1, 2), draw.integer(1, 8), draw.integer(1, 2), draw.integer(2, 4)
+    padding = dilation * (size - 1)
+    start = draw.choice(0, 0, padding, padding // 2)
+    return {
+        "input": draw.tensor(*draw.shape(draw.integer(0, 1)), 2 * groups, length),
+        "weight": draw.tensor(3 * groups, 2, size),
+        "bias": draw.choice(None, draw.tensor(3 * groups)),
+        "stride": [1],
+        "padding": [padding],
+        "dilation": [dilation],
+        "groups": groups,
+        "dim": draw.choice(-1, -1),
+        "start": start,
+        "end": start + length,
+    }
+
+
 RAISE_CONVOLUTIONS = RuleSet(
     "raise_convolutions",
-    _raise("raise_causal", op("slice", _convolution("conv1d"), *(cap(n, "any") for n in ("dim", "start", "end")))),
+    raise_causal,
     *(_raise(f"raise_conv{num_spatial}d", _convolution(f"conv{num_spatial}d")) for num_spatial in CONVOLVE),
 )
 

@@ -47,7 +47,7 @@ FOUR_RANKS = [
         "layers": 1,
         "options": {"attention": "ring_ulysses", "checkpoint": "attention"},
     },
-    {"model": "lfm2", "kind": "plain", "inner": "aot_eager", "dynamic": True, "lengths": [18, 16, 9]},
+    {"model": "lfm2", "kind": "plain", "inner": "aot_eager", "dynamic": True, "lengths": [18, 16, 9], "graphs": 2},
 ]
 INDUCTOR = [{**LLAMA, "kind": "right_padding", "dynamic": True, "lengths": [16, 24], "options": {"attention": "ring"}}]
 

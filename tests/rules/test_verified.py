@@ -68,10 +68,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "attention.raise_flex": (OF_A_BODY, "../autosp/test_attention_flex.py"),
     "attention.raise_flex_sinks": (OF_A_BODY, "../autosp/test_attention_flex.py"),
     "attention.raise_flex_sinks_by_rows": (OF_A_BODY, "../autosp/test_attention_flex.py"),
-    **{
-        f"halos.{name}": (WITH_LAYOUT if "lower" in name else IN_A_GRAPH, "test_halos.py")
-        for name in ("raise_causal", *(f"{step}_conv{n}d" for step in ("raise", "lower") for n in (1, 2, 3)))
-    },
+    **{f"halos.lower_conv{n}d": (WITH_LAYOUT, "test_halos.py") for n in (1, 2, 3)},
     "masks.causal": (IN_A_GRAPH, "masks/test_dense.py"),
     "masks.nothing_hidden": (IN_A_GRAPH, "masks/test_dense.py"),
     "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "canonical/test_shifted_losses.py"),
