@@ -85,9 +85,12 @@ def padded_convolution(call: Call) -> IndexMap | None:
     batch = (("n",),) if len(value) > num_spatial + 1 else ()
     sizes: dict[str, Size] = {"g": groups, "ci": weight[1], "co": weight[0] // groups}
     read, made = [], []
+    beside: dict[str, int] = {}
     for dim in range(num_spatial):
         by, size = call.args["stride"][dim], result[dim - num_spatial]
         keeps = is_same_size(size * by, value[dim - num_spatial])
+        if keeps:
+            beside[f"o{dim}"] = call.args["before"][dim] + call.args["after"][dim]
         read.append((f"o{dim}", f"s{dim}")[: 1 + (by > 1)] if keeps else (f"l{dim}",))
         made.append((f"o{dim}",))
         sizes |= {f"o{dim}": size, f"s{dim}": by}
@@ -101,7 +104,7 @@ def padded_convolution(call: Call) -> IndexMap | None:
     found = index_map(
         call, operands, (*batch, ("g", "co"), *made), whole=whole, summed={"ci"}, added=added, sizes=sizes
     )
-    return None if found is None else replace(found, in_one_run=frozenset(f"o{dim}" for dim in range(num_spatial)))
+    return None if found is None else replace(found, beside=beside)
 
 
 def _convolution(call: Call, *, ci: Size, co: Size, is_transposed: bool) -> IndexMap | None:

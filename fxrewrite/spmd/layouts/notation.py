@@ -79,6 +79,9 @@ class IndexMap:
     """Operands that are added once, by position: where a result is a partial sum, they are one, too."""
     in_one_run: frozenset[str] = frozenset()
     """Indices of which a rank's chunk must be one run of entries, as where ranks count them by their numbers."""
+    beside: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Indices of which a rank reads so many entries of the first operand beside its chunk, one run of entries, which
+    other ranks have."""
     section: Section | None = None
     """What the only result is of the only operand, where it is a section of it. Its index must be whole, unless the
     result stays in the chunks of the operand."""

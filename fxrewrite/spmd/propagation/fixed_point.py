@@ -15,7 +15,17 @@ from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.edit import Edit
-from fxrewrite.ops import is_pure, is_random, key, memory_origins, memory_written, mutated, mutates, updates_statistics
+from fxrewrite.ops import (
+    is_pure,
+    is_random,
+    is_virtual,
+    key,
+    memory_origins,
+    memory_written,
+    mutated,
+    mutates,
+    updates_statistics,
+)
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap
@@ -307,13 +317,17 @@ class Propagation:
     def _movable(self, node: fx.Node) -> IndexMap | None:
         """The index map of a node that relocation may move; None where its placement is required or its operand's was
         stated, or where it shares memory that is written to in place."""
-        if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased or node in self._own:
+        if node.op != "call_function" or node in self.erased or node in self._own:
             return None
         if REQUIRED.of(node) is not None or (is_random(node) and not self._moves_draws):
             return None
         if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
             return None
-        return self._call(node)[2]
+        if isinstance(node.target, torch._ops.OpOverload):
+            return self._call(node)[2]
+        # Of virtual operators only those move that have a halo: rules lower others for the placement that was decided.
+        indices = self._call(node)[2] if is_virtual(node.target) else None
+        return indices if indices is not None and indices.beside else None
 
 
 def _as_produced(position: int, node: fx.Node, placement: Placement) -> Placement:

@@ -240,7 +240,7 @@ class IndexedCall:
     def _is_split(self, part: IndexPart) -> bool:
         """Whether a rank's chunk is in several runs of an index that must be in one, or a section's."""
         is_one_run = is_same_size(part.within, 1) and all(is_same_size(n, 0) for n in (part.before, part.after))
-        return part.index in self.indices.in_one_run and not is_one_run
+        return (part.index in self.indices.in_one_run or part.index in self.indices.beside) and not is_one_run
 
     def _is_in_results(self, part: IndexPart) -> bool:
         return any(self.indices.has(terms, part.index) for terms in self.indices.results)

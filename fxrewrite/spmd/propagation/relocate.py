@@ -24,9 +24,10 @@ from typing import TypeAlias
 import networkx as nx
 from torch import fx
 
-from fxrewrite.graph.sizes import divide_exactly
+from fxrewrite.graph.sizes import divide_exactly, size_hint
 from fxrewrite.ops import key
 from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
+from fxrewrite.spmd.layouts.rule import tensor_of
 from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.price.price import bytes_expected, redistribution_bytes
 from fxrewrite.spmd.price.products import is_product
@@ -192,6 +193,8 @@ class Relocation:
         network.add_nodes_from((_KEPT, _MOVED))
         for value in self._values(region):
             self._add_costs(network, value, region)
+        for node in region:
+            _connect(network, node, _MOVED, self._halo(node))
         _, (_, moved) = nx.minimum_cut(network, _KEPT, _MOVED)
         return {node: decision for node, decision in region.items() if node in moved}
 
@@ -244,7 +247,18 @@ class Relocation:
         for node, decision in moved.items():
             after[node] = decision
             after |= {value: decision.item(index) for value, index in values_of(node) if value is not node}
-        return sum(self._bytes(value, {}) - self._bytes(value, after) for value in self._values(moved))
+        halos = sum(map(self._halo, moved))
+        return halos + sum(self._bytes(value, {}) - self._bytes(value, after) for value in self._values(moved))
+
+    def _halo(self, node: fx.Node) -> int:
+        """What the node as decided reads beside its chunk, in the unit of `_travel`; moved, it reads nothing there."""
+        indices, wants = self.indices_of(node), self.decisions[node].required
+        if indices is None or not indices.beside or self.num_ranks == 1 or not isinstance(want := wants[0], Shard):
+            return 0
+        part, value = indices.locate(indices.operands[0], want), self._operands_of(node)[0]
+        count = 0 if part is None else indices.beside.get(part.index, 0)
+        sent = bytes_expected(value) * count / max(1, size_hint(tensor_of(value).shape[want.dim]))
+        return round(sent * self.num_ranks**2 / (self.num_ranks - 1)) + (count > 0)
 
     def _bytes(self, value: fx.Node, changed: Decisions) -> int:
         """The bytes that are sent of `value`: once for each placement that users require."""

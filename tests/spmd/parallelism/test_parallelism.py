@@ -1126,7 +1126,7 @@ def test_three_parallelisms_on_a_llama() -> None:
 
 @pytest.mark.slow
 def test_a_sequence_is_exchanged_through_a_gather_of_another_axis() -> None:
-    """A convolution along the sequence after a projection whose features are gathered over the tensor axis."""
+    """A convolution and a scan of the sequence after a projection whose features are gathered over the tensor axis."""
 
     class Convolves(nn.Module):
         def __init__(self) -> None:
@@ -1136,7 +1136,7 @@ def test_a_sequence_is_exchanged_through_a_gather_of_another_axis() -> None:
 
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             x = self.up(self.embed(input_ids)).transpose(1, 2)
-            x = torch.tanh(x + self.conv(x)[..., : labels.shape[1]]).transpose(1, 2)
+            x = torch.tanh(x + self.conv(x)[..., : labels.shape[1]]).cumsum(2).transpose(1, 2)
             return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
     place = {param("up.{weight,bias}"): Shard(0), module_output("up"): Replicate()}

@@ -106,14 +106,21 @@ def test_what_travels_is_narrow() -> None:
     assert sent(mixed(widened, 4)) == moves(2, 4)
 
 
-def test_a_dense_convolution_moves_to_the_batch_or_is_gathered() -> None:
+def test_a_dense_convolution_reads_a_halo() -> None:
     def dense(m: Mixer, x: torch.Tensor) -> torch.Tensor:
         return F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), m.dense).transpose(1, 2)
 
-    assert sent(mixed(dense, 2)) == moves(2, 2)
+    assert sent(mixed(dense, 4)) == {"halo": (1, 2 * 3 * HIDDEN * ITEM)}
+
+
+def test_a_transposed_convolution_moves_to_the_batch_or_is_gathered() -> None:
+    def dense(m: Mixer, x: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose1d(x.transpose(1, 2), m.dense, padding=1)[..., 1:].transpose(1, 2)
+
+    assert sent(mixed(dense, 2))["all_to_all"][0] >= 1
     report = mixed(dense, 4)
     assert "all_to_all" not in sent(report)
-    assert [line for line in report.lines if line.startswith("gathered: %pad")]
+    assert [line for line in report.lines if line.startswith("gathered: %conv_transpose1d")]
 
 
 def test_chunks_of_the_sequence_stay_where_they_divide() -> None:
