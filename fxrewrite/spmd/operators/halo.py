@@ -63,11 +63,12 @@ def _halo(x: torch.Tensor, dim: int, before: Any, after: Any, *where: Any) -> to
     place, size = _Place(*where), x.shape[dim]
     if size >= max(before, after):
         of_before, of_after = place.trade(x.narrow(dim, 0, after), x.narrow(dim, size - before, before))
-        return torch.cat([of_before, x, of_after], dim)
+        return torch.cat([of_before, x, of_after], dim).contiguous(memory_format=_format_of(x))
     rows = x.movedim(dim, 0).contiguous()
     joined = COLLECTIVES["wait"](COLLECTIVES["all_gather"](rows, place.num_ranks, place.group))
     joined = _between_zeros(joined, before, after)
-    return joined.narrow(0, place.rank * size, before + size + after).movedim(0, dim).contiguous()
+    held = joined.narrow(0, place.rank * size, before + size + after).movedim(0, dim)
+    return held.contiguous(memory_format=_format_of(x))
 
 
 def _add_halo(x: torch.Tensor, dim: int, before: Any, after: Any, *where: Any) -> torch.Tensor:
@@ -77,12 +78,18 @@ def _add_halo(x: torch.Tensor, dim: int, before: Any, after: Any, *where: Any) -
         own, ends = x.narrow(dim, before, size), (x.narrow(dim, 0, before), x.narrow(dim, before + size, after))
         to_first, to_last = (end.movedim(dim, 0) for end in place.trade(*ends))
         added = _between_zeros(to_first, 0, size - after) + _between_zeros(to_last, size - before, 0)
-        return own + added.movedim(0, dim)
+        return (own + added.movedim(0, dim)).contiguous(memory_format=_format_of(x))
     others = (place.num_ranks - 1) * size
     placed = _between_zeros(x.movedim(dim, 0), others, others)
     placed = placed.narrow(0, place.rank * -size + (others + before), place.num_ranks * size).contiguous()
     summed = COLLECTIVES["reduce_scatter"](placed, "sum", place.num_ranks, place.group)
-    return COLLECTIVES["wait"](summed).movedim(0, dim).contiguous()
+    return COLLECTIVES["wait"](summed).movedim(0, dim).contiguous(memory_format=_format_of(x))
+
+
+def _format_of(x: torch.Tensor) -> torch.memory_format:
+    """How the result is laid out: images and volumes whose channels come last stay so."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return last if last is not None and x.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
 def _between_zeros(rows: torch.Tensor, before: Any, after: Any) -> torch.Tensor:
@@ -91,7 +98,8 @@ def _between_zeros(rows: torch.Tensor, before: Any, after: Any) -> torch.Tensor:
 
 
 def _as(x: torch.Tensor, dim: int, more: Any) -> torch.Tensor:
-    return x.new_empty([size + more if at == dim % x.dim() else size for at, size in enumerate(x.shape)])
+    shape = [size + more if at == dim % x.dim() else size for at, size in enumerate(x.shape)]
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_format_of(x))
 
 
 halo = torch.library.custom_op("fxrewrite::halo", _halo, mutates_args=(), schema=_SCHEMA)
