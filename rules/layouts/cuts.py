@@ -11,7 +11,17 @@ from typing import Any
 
 from torch import fx
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Lookup, Section, Size, is_same_size, size_hint
+from fxrewrite.spmd import (
+    Call,
+    IndexMap,
+    LayoutRule,
+    Lookup,
+    Section,
+    Size,
+    is_read_from_data,
+    is_same_size,
+    size_hint,
+)
 from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced, with_lookups
 
 
@@ -66,8 +76,10 @@ def section_of(call: Call, dim: int) -> Section | None:
     """Which entries a slice without steps keeps; None where it keeps none, or its bounds are not known."""
     if call.key not in ("aten::slice", "aten::narrow") or call.args.get("step", 1) != 1:
         return None
-    cut = call.shape()[dim] - call.result_shapes()[0][dim]
     start, end = (_bound(call.args.get(name)) for name in ("start", "end"))
+    if call.num_read or any(bound is not None and is_read_from_data(bound) for bound in (start, end)):
+        return None
+    cut = call.shape()[dim] - call.result_shapes()[0][dim]
     if call.key == "aten::slice" and end in (None, _END):
         before = cut
     elif start is None or size_hint(start) >= 0:

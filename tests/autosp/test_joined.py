@@ -111,7 +111,8 @@ def _valid_text(m: Patches, text: Tensor, patches: Tensor) -> Tensor:
     found: list[Tensor] = []
     for row in range(len(x)):
         valid = (text[row, :, 0] > 0).nonzero().flatten()
-        both = torch.cat([heads[row : row + 1], text_heads[row : row + 1, :, valid]], 2)
+        kept = text_heads[row : row + 1, :, : len(valid)]  # the padding is at the end
+        both = torch.cat([heads[row : row + 1], kept], 2)
         y = F.scaled_dot_product_attention(both, both, both)
         found.append(F.pad(y, (0, 0, 0, x.shape[1] + text.shape[1] - y.shape[2])))
     return m.layers[1](x + torch.cat(found).transpose(1, 2).flatten(2)[:, : x.shape[1]])

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.modeling_outputs import CausalLMOutput
 
+from fxrewrite.spmd import is_same_size
 from tests.zoo.models import enlarge_weights
 from tests.zoo.others import Other
 
@@ -113,7 +114,7 @@ def sent_by_hand(gm: fx.GraphModule, num_ranks: int) -> int:
         if node.target is F.scaled_dot_product_attention:
             values = [arg.meta["example_value"] for arg in (*node.args, *node.kwargs.values()) if hasattr(arg, "meta")]
             query, key, value = values[:3]
-            if query.shape[-2] == key.shape[-2]:
+            if is_same_size(query.shape[-2], key.shape[-2]):
                 sent += sum(each.numel() * each.element_size() for each in (query, key, value, query))
     if isinstance(sent, torch.SymInt):
         sent = int(sent.node.expr.subs(dict.fromkeys(sent.node.expr.free_symbols, 0)))
