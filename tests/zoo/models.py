@@ -71,6 +71,14 @@ class Part:
 
 
 _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+_INKLING2: dict[str, Any] = {
+    "unpadded_vocab_size": VOCAB,
+    "num_hidden_layers": 3,
+    "n_layers_per_attn_res_block": 1,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("swa_head_dim", "d_rel", "rel_extent"), 8),
+}
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 _VISION = {"image_size": 16, "patch_size": 4}
 
@@ -128,13 +136,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "global_attn_indexes": [1],
         },
     },
+    "Inkling2ForCausalLM": _INKLING2,
     "Inkling2LoopForCausalLM": {
-        "unpadded_vocab_size": VOCAB,
-        "num_hidden_layers": 3,
-        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
-        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
-        **dict.fromkeys(("swa_head_dim", "d_rel", "rel_extent", "loop_gate_rank"), 8),
-        **dict.fromkeys(("n_layers_per_attn_res_block", "loop_layer_index_start"), 1),
+        **_INKLING2,
+        "loop_gate_rank": 8,
+        "loop_layer_index_start": 1,
         **dict.fromkeys(("loop_layer_index_end", "loop_num_passes"), 2),
     },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
