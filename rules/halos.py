@@ -246,6 +246,7 @@ def _lower(num_spatial: int) -> Rule:
             before[dim] = after[dim] = 0
         found = convolve(num_spatial, x, weight, bias, stride, before, after, dilation, groups)
         match.edit.set_meta(found.node, "val", match.root.meta["val"])
+        match.edit.set_fact(found.node, GLOBAL_SHAPE, tuple(global_shape(match.root)))
         return found
 
     return made

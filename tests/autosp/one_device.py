@@ -90,10 +90,12 @@ class OneDevice:
             floor: ... or of this share of the largest entry of all gradients, if that is more.
         """
         gm, inputs = self.graph
-        made = on_ranks(gm, inputs, num_ranks, config, backward=0, seed=self.seed)
+        results = [node.meta["example_value"] for node in gm.graph.output_node().args[0]]  # in Dynamo's order
+        at = next(i for i, value in enumerate(results) if isinstance(value, torch.Tensor) and not value.dim())
+        made = on_ranks(gm, inputs, num_ranks, config, backward=at, seed=self.seed)
         assert made.report.slices, "nothing was sharded"
         for outputs in made.run.outputs:
-            torch.testing.assert_close(outputs[0], self.loss, rtol=loss, atol=0)
+            torch.testing.assert_close(outputs[at], self.loss, rtol=loss, atol=0)
         largest = max(grad.abs().max().item() for grad in self.grads.values() if grad is not None)
         compared = 0
         for value, grad in zip(inputs, made.run.gradients(), strict=True):

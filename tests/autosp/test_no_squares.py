@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, torch.Tensor], str]] = {
         _padded(left=True),
         "window 6 and causal and key padding; causal and key padding",
     ),
-    "documents": ("Qwen2ForCausalLM", PACKED, "documents and order of given positions"),
+    "documents": ("Qwen2ForCausalLM", PACKED, "order of given positions and documents"),
     "padding": ("BertForMaskedLM", _padded(left=False), "causal and key padding"),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxrewrite.spmd import HALO, Parallelism, Shard, inputs
+from fxrewrite.spmd import HALO, Parallelism, Shard, inputs, module_output
 from fxrewrite.testing import simulate
 
 CONVOLVE = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -56,6 +56,20 @@ def test_strips_stay_strips(num_spatial: int, name: str, num_ranks: int) -> None
     assert {c.kind for c in found.report.collectives} == {"all_reduce", "halo"}
     halos = [node for node in found.program.graph.nodes if node.target is HALO]
     assert len(halos) == (1 if name in ("patches", "every second entry") else 2)
+
+
+def test_what_is_convolved_is_sent_elsewhere() -> None:
+    """Its strips become rows of the batch, as a sum along each image needs these whole."""
+
+    class Sums(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x).cumsum(2).square().mean()
+
+    x = torch.randn(4, 3, 8, 6, dtype=torch.float64)
+    for place in ({}, {module_output("first"): Shard(2)}):
+        plan = Parallelism("images", axis="images", place={inputs("x"): Shard(2), **place})
+        found = simulate(Sums(2, kernel_size=3), {"x": x}, plan, {"images": 4})
+        assert found.error < 1e-12
 
 
 def test_tiles_over_two_axes() -> None:

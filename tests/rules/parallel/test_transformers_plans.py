@@ -22,7 +22,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
     # options, collectives of the forward pass, and of the backward pass
     "Llama": ({}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 2 * LAYERS + 1}),
     "Qwen3": ({"head_dim": 8}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 3 * LAYERS + 1}),  # norms of q and k, together
-    "GPTNeoX": ({}, {REDUCE: 2 * LAYERS + 3}, {REDUCE: 2 * LAYERS + 1}),  # the plan leaves its embedding whole
+    "GPTNeoX": ({}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 2 * LAYERS + 1}),
     "Phi": ({"resid_pdrop": 0.0}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: LAYERS + 1}),  # one norm a layer
     "Phi3": (
         {"eos_token_id": 1},
