@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fxrewrite.ops import communicates
-from fxrewrite.spmd import COLLECTIVES
+from fxrewrite.spmd import COLLECTIVES, one_if_equal
 
 PLACE = "SymInt rank, int num_ranks, int per_group, bool zigzag, str group_name"
 """The fields of `Ring` in the schema of an operator."""
@@ -55,15 +55,10 @@ class Ring:
     def to(self, groups: Sequence[Any]) -> list[Any]:
         """Returns how many pieces each rank gets if each of these groups, in the same ring, gets one."""
         return [
-            sum(_is(group, other // self.per_group) for group in groups) * _is(self.member, other % self.per_group)
+            sum(one_if_equal(group, other // self.per_group) for group in groups)
+            * one_if_equal(self.member, other % self.per_group)
             for other in range(self.num_ranks)
         ]
-
-
-def _is(a: Any, b: int) -> Any:
-    """Returns 1 if the numbers are equal, else 0, by arithmetic that also works on a symbolic rank."""
-    difference = a - b
-    return torch.sym_min(difference * difference, 1) * -1 + 1
 
 
 def send(pieces: torch.Tensor, ring: Ring, sent: Sequence[Any], received: Sequence[Any]) -> torch.Tensor:
@@ -81,7 +76,7 @@ def _traded(values: Sequence[torch.Tensor], ring: Ring, sent: Sequence[Any], rec
 
 def _in_group(values: Sequence[torch.Tensor], ring: Ring, cut: int, join: int) -> list[torch.Tensor]:
     """In each group, cuts dimension `cut` into a part for each rank, and joins what comes along dimension `join`."""
-    pieces = [_is(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
+    pieces = [one_if_equal(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
     parts = [x.unflatten(cut, (ring.per_group, -1)).movedim(cut, 0) for x in values]
     return [x.movedim(0, join).flatten(join, join + 1) for x in _traded(parts, ring, pieces, pieces)]
 

@@ -84,7 +84,7 @@ from fxrewrite.spmd.operators.draws import (
     draws_alike as draws_alike,
     draws_on_chunk as draws_on_chunk,
 )
-from fxrewrite.spmd.operators.halo import HALO as HALO
+from fxrewrite.spmd.operators.halo import HALO as HALO, one_if_equal as one_if_equal
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
 from fxrewrite.spmd.operators.shared_nodes import (
     entry_nodes as entry_nodes,

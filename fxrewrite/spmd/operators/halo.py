@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     def send(self, x: torch.Tensor, step: int) -> torch.Tensor:
         """Starts to send `x` to the rank `step` after this one, in a ring; who reads what came waits."""
         to, of = ((self.rank + (by % self.num_ranks)) % self.num_ranks for by in (step, -step))
-        sent, received = ([_is(one, other) for other in range(self.num_ranks)] for one in (to, of))
+        sent, received = ([one_if_equal(one, other) for other in range(self.num_ranks)] for one in (to, of))
         return COLLECTIVES["all_to_all"](x.unsqueeze(0).contiguous(), received, sent, self.group)
 
     def received(self, sending: torch.Tensor, step: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _Place(NamedTuple):
         return of_before, of_after
 
 
-def _is(a: Any, b: int) -> Any:
+def one_if_equal(a: Any, b: int) -> Any:
     """1 if the numbers are equal, else 0, by arithmetic that also works on a symbolic rank."""
     return torch.sym_min((a - b) * (a - b), 1) * -1 + 1
 
