@@ -8,6 +8,7 @@ is the gradient of one device (`fxrewrite.spmd.runtime.gradients`). DDP, FSDP an
 
     "mean"     parameters: unchanged, for a reader that averages over the axis.
     "sum"      parameters: divided by P, for a reader that sums over the axis, and averages over the data axis only.
+               Of parameters that eager code reads, it would count whole gradients P times, which is refused.
     "done"     parameters: averaged over the axis in the backward pass; averaging them again changes nothing.
 
 A hook on a parameter runs before anything outside of the program averages, and may clip what it gets, or measure it. So
@@ -20,7 +21,7 @@ one device, because eager code reads it, which runs on whole values, the same on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -54,6 +55,8 @@ class GradientPlan:
     """Factor by which it is then multiplied."""
     why: str = ""
     """The recognized wrapper, for the report."""
+    unread: str = ""
+    """A trained parameter under the wrapper that the program does not read, or ''."""
 
     @staticmethod
     def of(option: GradientOption, axis: Axis, parameters: Sequence[torch.Tensor]) -> GradientPlan:
@@ -74,16 +77,17 @@ class GradientPlan:
                 f"{axis.name}, 'done' if it leaves that axis out",
             )
         known = [reduction for reduction in found if not reduction.hook]
-        plans = [_plan_for(reduction, axis) for reduction in [*known, *([engine] if engine else [])]]
+        plans = [_plan_for(reduction, axis, option) for reduction in [*known, *([engine] if engine else [])]]
         if len({(plan.reduced, plan.factor) for plan in plans}) > 1:
             raise AutoSPError.of(
                 f"parameters of one graph are under {' and '.join(plan.why for plan in plans)}",
                 hint="wrap all of them over one group of ranks",
             )
+        unread = next((reduction.unread for reduction in found if reduction.unread), "")
         asked = {
             "auto": GradientPlan(),
             "mean": GradientPlan(),
-            "sum": GradientPlan(factor=1 / axis.size),
+            "sum": GradientPlan(factor=1 / axis.size, unread=unread),
             "done": GradientPlan(reduced=True),
         }[option]
         if not plans:
@@ -100,7 +104,7 @@ class GradientPlan:
                 f"gradients='done' gives wrong gradients under {plan.why}",
                 hint="use gradients='auto', or let it average over all ranks",
             )
-        return asked if option == "done" else plan
+        return asked if option == "done" else replace(plan, unread=unread)
 
     @property
     def leaves_summands(self) -> bool:
@@ -114,10 +118,11 @@ class GradientPlan:
         return " and ".join(parts) or "leaves them to be averaged over all ranks"
 
 
-def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
+def _plan_for(reduction: GradientReduction, axis: Axis, option: GradientOption) -> GradientPlan:
     """Returns how parameters' gradients must leave so that the reduction over `axis` gives those of one device.
 
-    A reduction is `factor * sum over ranks`. With one device per replica it would average over the replicas.
+    A reduction is `factor * sum over ranks`. With one device per replica it would average over the replicas, or, if the
+    caller has chosen the divisor of fully_shard, add them up: it is 1, or the ranks of the axis.
     """
     ranks = frozenset(global_ranks(axis))
     shown = f"{reduction.by} over ranks {sorted(reduction.ranks)}"
@@ -127,13 +132,24 @@ def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
         total = reduction.factor * axis.size * replicas  # 1 for a mean over all ranks, P for a mean over replicas
         if reduction.is_mean:
             return GradientPlan(why=shown)
+        if reduction.by == "fully_shard" and reduction.factor == 1 / axis.size:
+            if axis.size == replicas and option in ("auto", "done"):
+                raise AutoSPError.of(
+                    f"fully_shard over ranks {sorted(reduction.ranks)} divides gradients by {axis.size}: the ranks of "
+                    f"axis {axis.name}, or its replicas, which are as many",
+                    hint=f"state it: gradients='mean' if that averages over axis {axis.name} and adds up replicas, "
+                    "'sum' if it adds up over the axis and averages replicas",
+                )
+            if axis.size != replicas or option == "mean":
+                return GradientPlan(why=shown)
         if reduction.by != "fully_shard" or reduction.factor in (1.0, 1 / replicas):
             sums = f"{shown}, which multiplies their sum by {reduction.factor:.6g}"
             factor = 1 / axis.size if reduction.factor == 1 else 1 / total
             return GradientPlan(factor=factor, why=sums)
         raise AutoSPError.of(
             f"fully_shard over ranks {sorted(reduction.ranks)} divides gradients by {1 / reduction.factor:g}: neither "
-            f"all {len(reduction.ranks)} ranks, nor its {replicas} replicas of axis {axis.name}, nor 1",
+            f"all {len(reduction.ranks)} ranks, nor the {axis.size} of axis {axis.name}, nor its {replicas} replicas, "
+            "nor 1",
             hint="leave set_gradient_divide_factor out, or pass one of these",
         )
     if len(covered) == 1:
@@ -220,12 +236,18 @@ class EnteredGradients:
         weights = [i for i in self._by_name if isinstance(inputs[i], torch.Tensor)]
         tensors = [inputs[i] for i in weights]
         self._plan = GradientPlan.of(self._option, self._axis, tensors)
-        if self._border.graph_break and self._plan.factor != 1:
+        if self._plan.factor != 1 and (self._border.graph_break or self._plan.unread):
+            size, name = self._axis.size, self._axis.name
+            eager = (
+                f"the graph breaks ({self._border.graph_break}): what runs between graphs has"
+                if self._border.graph_break
+                else f"this program does not read {self._plan.unread}, whose gradients are summed too: eager code has"
+            )
             raise AutoSPError.of(
-                f"gradients are summed over axis {self._axis.name}, and the graph breaks "
-                f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which "
-                f"a sum counts {self._axis.size} times",
-                hint="let gradients be averaged over all ranks, or remove the graph break",
+                f"gradients are summed over axis {name}, and {eager} whole gradients on every rank, which a sum counts "
+                f"{size} times",
+                hint=f"average them over axis {name}: with fully_shard, set_gradient_divide_factor({size}) of each "
+                "wrapped module, and gradients='mean'; or compile the model and its loss as one graph",
             )
         if self._is_sharded:
             hooked = hooked_on_any_rank(tensors, self._axis)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -29,6 +29,8 @@ class GradientReduction:
     factor: float
     hook: str = ""
     """The function of the caller's that reduces in the wrapper's place, in a way that is not known; or ''."""
+    unread: str = field(default="", compare=False)
+    """A trained parameter that the wrapper reduces in the same pass, and that is none of those asked about; or ''."""
 
     @property
     def is_mean(self) -> bool:
@@ -72,7 +74,9 @@ def _of_ddp(known: set[int]) -> list[GradientReduction]:
         return []
     ranks = dist.get_process_group_ranks(module.process_group)
     hook = next((_name_of(hook) for hook, _ in module._comm_hooks if not _averages(hook)), "")
-    return [GradientReduction("DistributedDataParallel", frozenset(ranks), 1 / len(ranks), hook)]
+    trained = ((name, p) for name, p in module.module.named_parameters() if p.requires_grad)
+    unread = next((name for name, p in trained if id(p) not in known), "")
+    return [GradientReduction("DistributedDataParallel", frozenset(ranks), 1 / len(ranks), hook, unread)]
 
 
 def _averages(hook: Callable[..., Any]) -> bool:
@@ -114,13 +118,24 @@ def _of_fsdp2(known: set[int]) -> list[GradientReduction]:
 
     found: list[GradientReduction] = []
     for reference in list(_module_state_mapping.values()):
-        for group in _param_groups(reference()):
-            unsharded = (getattr(p, "_unsharded_param", None) for p in group.fsdp_params)
-            if not known.isdisjoint(map(id, unsharded)):
+        state = reference()
+        for group in _param_groups(state):
+            if any(_is_read(p, known) for p in group.fsdp_params):
                 ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
                 divisor = getattr(group, "gradient_divide_factor", None) or len(ranks)
-                found.append(GradientReduction("fully_shard", ranks, 1 / divisor))
+                found.append(GradientReduction("fully_shard", ranks, 1 / divisor, unread=_unread(state, known)))
     return found
+
+
+def _is_read(param: Any, known: set[int]) -> bool:
+    return id(getattr(param, "_unsharded_param", None)) in known  # set when it is first gathered
+
+
+def _unread(state: Any, known: set[int]) -> str:
+    """Returns the name of a trained parameter under the same root module that is not known, or ''."""
+    params = (p for one in state._state_ctx.all_states for group in _param_groups(one) for p in group.fsdp_params)
+    unread = (p for p in params if p.sharded_param.requires_grad and not _is_read(p, known))
+    return next((p._param_fqn or "?" for p in unread), "")
 
 
 def _param_groups(state: Any) -> list[Any]:

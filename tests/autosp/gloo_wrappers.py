@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,6 +96,15 @@ def _divided_by_one(run: Run) -> Any:
     """As torchtitan does, whose loss is a sum over labels divided by those of all replicas."""
     model = _fsdp(run)
     model.set_gradient_divide_factor(1.0)
+    return lambda **inputs: Output(model(**inputs).loss / run.mesh["dp"].size(), torch.empty(0))
+
+
+def _layers_divided(run: Run, by: float) -> Any:
+    """Of all modules that fully_shard wraps, also those of eager code. Replicas are added up."""
+    model = _torchtitan(run)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(by)
     return lambda **inputs: Output(model(**inputs).loss / run.mesh["dp"].size(), torch.empty(0))
 
 
@@ -243,6 +252,10 @@ CASES: dict[str, Case] = {
     ),
     "FSDP and layers compiled, breaks='dtensor'": Case(
         _torchtitan, layers=2, graphs=2, ranks=4, options={"breaks": "dtensor"}
+    ),
+    "FSDP and layers compiled, divided by 1": Case(lambda run: _layers_divided(run, 1.0)),
+    "FSDP and layers compiled, divided by the size of the axis": Case(
+        lambda run: _layers_divided(run, 2.0), ranks=4, options={"gradients": "mean"}
     ),
     "a break, breaks='dtensor'": Case(_breaks, averaged=False, layers=2, options={"breaks": "dtensor"}),
     "the model without its head compiled, breaks='dtensor'": Case(

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 
-from autosp_rules import AutoSPError, gradients as module
+from autosp_rules import AutoSPError, autosp, gradients as module
 from autosp_rules.gradients import GradientPlan
 from fxrewrite.backends import GradientReduction, gradient_reductions
 from fxrewrite.spmd import axis_of, fingerprint, parameter_checksum
@@ -33,28 +34,36 @@ def plan(monkeypatch: pytest.MonkeyPatch, reduction: GradientReduction | None, o
 
 
 @pytest.mark.parametrize(
-    ("by", "ranks", "factor", "reduced", "scale"),
+    ("by", "ranks", "factor", "option", "reduced", "scale"),
     [
-        ("DistributedDataParallel", ALL, 1 / 4, False, 1.0),
-        ("DistributedDataParallel", DP, 1 / 2, True, 1.0),
-        ("fully_shard", ALL, 1 / 4, False, 1.0),
-        ("fully_shard", DP, 1 / 2, True, 1.0),
-        ("fully_shard", ALL, 1.0, False, 1 / 2),
-        ("fully_shard", ALL, 1 / 2, False, 1 / 2),
-        ("DeepSpeed", ALL, 2 / 4, False, 1 / 2),  # initialize(mpu=...): divides by the replicas
-        ("DeepSpeed", DP, 2 / 2, True, 1 / 2),  # initialize(mesh_param=...): reduces over the replicas alone
+        ("DistributedDataParallel", ALL, 1 / 4, "auto", False, 1.0),
+        ("DistributedDataParallel", DP, 1 / 2, "auto", True, 1.0),
+        ("fully_shard", ALL, 1 / 4, "auto", False, 1.0),
+        ("fully_shard", DP, 1 / 2, "auto", True, 1.0),
+        ("fully_shard", ALL, 1.0, "auto", False, 1 / 2),
+        ("fully_shard", ALL, 1 / 2, "sum", False, 1 / 2),  # the divisor is the number of replicas
+        ("fully_shard", ALL, 1 / 2, "mean", False, 1.0),  # it is the size of the axis
+        ("DeepSpeed", ALL, 2 / 4, "auto", False, 1 / 2),  # initialize(mpu=...): divides by the replicas
+        ("DeepSpeed", DP, 2 / 2, "auto", True, 1 / 2),  # initialize(mesh_param=...): reduces over the replicas alone
     ],
 )
 def test_a_wrapper_decides(
-    monkeypatch: pytest.MonkeyPatch, by: str, ranks: frozenset[int], factor: float, reduced: bool, scale: float
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+    ranks: frozenset[int],
+    factor: float,
+    option: str,
+    reduced: bool,
+    scale: float,
 ) -> None:
     """Per parameter: (what the wrapper sums and scales) of (what the program returns) is the mean over all ranks."""
-    found = plan(monkeypatch, GradientReduction(by, ranks, factor))
+    found = plan(monkeypatch, GradientReduction(by, ranks, factor), option)
     assert (found.reduced, found.factor) == (reduced, scale)
     of_ranks = torch.tensor([3.0, 5.0, 11.0, 13.0])  # what ranks have, each P times a summand; the mean is 8
     of_axes = of_ranks.view(2, 2).mean(1, keepdim=True).expand(2, 2).flatten()
     returned = (of_axes if found.reduced else of_ranks) * found.factor
-    by_hand = 8.0 if by != "fully_shard" or factor in (1 / 4, 1 / 2) else 16.0  # the user asked for a sum of replicas
+    adds_replicas = by == "fully_shard" and (factor == 1 or (factor, option) == (1 / 2, "mean"))
+    by_hand = 16.0 if adds_replicas else 8.0
     assert factor * returned[sorted(ranks)].sum() == by_hand
 
 
@@ -103,6 +112,49 @@ def test_hooks_that_torch_does_not_ship_are_unknown(hook: Any, said: str) -> Non
     assert (reduction.hook, reduction.is_mean) == (said, True)
 
 
+def test_a_divisor_is_the_size_of_the_axis_where_replicas_are_not_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduction = GradientReduction("fully_shard", frozenset(range(6)), 1 / 2)
+    monkeypatch.setattr(module, "gradient_reductions", lambda parameters: [reduction])
+    with fake_mesh((3, 2), ("dp", "sp")) as mesh:
+        found = [GradientPlan.of(option, axis_of(mesh, "sp"), WEIGHTS) for option in ("auto", "mean")]
+        with pytest.raises(AutoSPError, match="gradients='sum' gives wrong gradients under fully_shard over ranks"):
+            GradientPlan.of("sum", axis_of(mesh, "sp"), WEIGHTS)
+    assert {(plan.reduced, plan.factor) for plan in found} == {(False, 1.0)}
+
+
+class Attention(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.scaled_dot_product_attention(*(super().forward(x)[:, None],) * 3, is_causal=True)[:, 0]
+
+
+def _fully_sharded(model: Any) -> nn.Module:
+    for part in (model[1], model):
+        fully_shard(part).set_gradient_divide_factor(1.0)
+    return model
+
+
+def _ddp_that_adds_up(model: nn.Module) -> nn.Module:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, _add_up)
+    return wrapped
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's guards
+@pytest.mark.parametrize(("wrap", "option"), [(_fully_sharded, "auto"), (_ddp_that_adds_up, "sum")])
+def test_a_sum_would_count_parameters_of_eager_code_once_for_each_rank(wrap: Any, option: Any) -> None:
+    """As torchtitan compiles: layer by layer, the embedding and the head are eager code."""
+    model = nn.Sequential(nn.Embedding(8, 4), Attention(4, 4), nn.Linear(4, 8))
+    ids = torch.arange(16).reshape(2, 8) % 8
+    with fake_mesh((2,), ("sp",)) as mesh:
+        backend = autosp("eager", mesh=mesh, gradients=option, compare_ranks=False)
+        model[1].compile(backend=backend)
+        wrapped = wrap(model)
+        with pytest.raises(
+            AutoSPError, match=r"this program does not read 0.weight, .* set_gradient_divide_factor\(2\)"
+        ):
+            wrapped(ids)
+
+
 REFUSED = {
     "mean over the replicas": (
         "mean",
@@ -126,6 +178,11 @@ REFUSED = {
         "lets add_up reduce gradients, and whether that averages them is not known; state it: gradients='mean' if",
     ),
     "an odd divisor": ("auto", GradientReduction("fully_shard", ALL, 1 / 3), "divides gradients by 3: neither all 4"),
+    "a divisor of two meanings": (
+        "auto",
+        GradientReduction("fully_shard", ALL, 1 / 2),
+        "divides gradients by 2: the ranks of axis sp, or its replicas, which are as many; state it: gradients=",
+    ),
 }
 
 
