@@ -6,7 +6,9 @@ import importlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -546,3 +548,125 @@ def fsdp_save() -> Result:
 def fsdp_resume() -> Result:
     """Three steps more, from what another number of ranks has saved."""
     return _sharded(2, 5, resume="step2")
+
+
+def _torchtitan_on_cpus() -> None:
+    """torchtitan takes CUDA where torch knows no accelerator, and asks the device about its memory: two variables.
+
+    Nor has it a name for float64.
+    """
+    import torchtitan.config
+    from torchtitan.tools import utils  # before any module that reads these variables
+
+    memory = {"get_device_properties": SimpleNamespace(total_memory=1), "memory_stats": {}, "get_device_name": "CPU"}
+    values = {**memory, "device_count": 1, "current_device": 0}
+    calls = dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"))
+    cpu = {name: lambda *_, value=value: value for name, value in {**values, **calls}.items()}
+    utils.device_type, utils.device_module = "cpu", SimpleNamespace(**cpu)
+    torchtitan.config.TORCH_DTYPE_MAP["float32"] = torch.float64
+
+
+def torchtitan_llama() -> Result:
+    return _torchtitan("llama3")
+
+
+def torchtitan_qwen() -> Result:
+    return _torchtitan("qwen3")
+
+
+def _torchtitan(family: str) -> Result:
+    """Steps of eight rows, whose numbers of labels differ, four at a time; on a mesh each replica has half of them.
+
+    The mesh starts from a checkpoint that one device has saved.
+    """
+    _torchtitan_on_cpus()
+    from torchtitan.components import checkpointer, dataloader, loss, metrics, optimizer, tokenizer
+    from torchtitan.config import configs
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.tools.logging import logger
+
+    logger.setLevel("ERROR")
+    config_of = dataclass(kw_only=True, slots=True)
+
+    class NoTokenizer(tokenizer.BaseTokenizer):
+        Config = config_of(type("Config", (tokenizer.BaseTokenizer.Config,), {}))
+
+        def __init__(self, config: Any, **settings: Any) -> None:
+            super().__init__()
+
+        encode = decode = get_vocab_size = None
+
+    class Rows(dataloader.BaseDataLoader):
+        Config = config_of(type("Config", (dataloader.BaseDataLoader.Config,), {}))
+
+        def __init__(self, config: Any, **settings: Any) -> None:
+            self.first, self.by, self.rows = (
+                settings["dp_rank"],
+                settings["dp_world_size"],
+                settings["local_batch_size"],
+            )
+
+        def __iter__(self) -> Any:
+            every = torch.randint(2048, (24, 33), generator=torch.Generator().manual_seed(0))
+            for ids in every[self.first :: self.by].split(self.rows):
+                labels = ids[:, 1:].masked_fill(torch.arange(32) < ids[:, :1] % 16, -100)
+                yield {"input": ids[:, :-1], "positions": torch.arange(32).repeat(len(ids), 1)}, labels
+
+    class Metrics(metrics.MetricsProcessor):
+        Config = config_of(type("Config", (metrics.MetricsProcessor.Config,), {}))
+
+        def log(self, step: int, loss: float, *others: Any, **more: Any) -> None:
+            logged.append((loss, others[1], float(more["extra_metrics"]["n_tokens_seen"])))
+
+    class Optimizers(optimizer.OptimizersContainer):
+        Config = config_of(type("Config", (optimizer.OptimizersContainer.Config,), {}))
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return getattr(torch.optim, name)
+
+    logged = list[tuple[float, ...]]()
+    module = script("torchtitan_trainer")
+    spec = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel")
+    del spec.model.layers[2:]
+    for layer in spec.model.layers:  # torch's flex_attention does not train on CPUs
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    if not alone():
+        spec.parallelize_fn = module.shared(spec.parallelize_fn)
+    sgd = optimizer.ParamGroupConfig(pattern=".*", optimizer_name="SGD", optimizer_kwargs={"lr": 0.1})
+    start = f"{os.environ['SHARED_FOLDER']}/{family}"
+    config = module.Trainer.Config(
+        model_spec=spec,
+        tokenizer=NoTokenizer.Config(),
+        dataloader=Rows.Config(),
+        metrics=Metrics.Config(log_freq=1),
+        loss=loss.CrossEntropyLoss.Config(),
+        optimizer=Optimizers.Config(param_groups=[sgd], implementation="foreach"),
+        lr_scheduler=optimizer.LRSchedulersContainer.Config(warmup_steps=0),
+        training=configs.TrainingConfig(
+            local_batch_size=2,
+            global_batch_size=8,
+            seq_len=32,
+            steps=3,
+            max_norm=0.5,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=configs.ParallelismConfig(spmd_backend="partial_dtensor"),
+        activation_checkpoint=None,
+        debug=configs.DebugConfig(seed=0, enable_structured_logging=False),
+        checkpoint=checkpointer.CheckpointManager.Config(enable=True, folder=start),
+    )
+    trainer = (module.Trainer if alone() else module.SharingTrainer)(config)
+    if alone():
+        trainer.checkpointer.save(0, last_step=True)
+    else:
+        trainer.checkpointer.load()
+    before = weights(trainer.model_parts[0])
+    rows = trainer.batch_generator(
+        trainer.dataloader
+    )  # Trainer.train does the same with torch.distributed.set_timeout,
+    for trainer.step in range(1, 4):  # which torch 2.13 does not have
+        trainer.train_step(rows)
+    trainer.close()
+    return {"before": before, "after": weights(trainer.model_parts[0]), "logged": torch.tensor(logged)}

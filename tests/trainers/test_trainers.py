@@ -23,10 +23,10 @@ LOSS = 1e-6
 pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.xdist_group("gloo")]
 
 
-def needs(*packages: str) -> None:
+def needs(*packages: str, how: str = "`make trainers` makes an environment that has them") -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}; `make trainers` makes an environment that has them")
+        pytest.skip(f"not installed: {', '.join(missing)}; {how}")
 
 
 def run(case: str, num_ranks: int, folder: Path, **settings: str) -> list[dict[str, Any]]:
@@ -196,6 +196,15 @@ def test_distributed_checkpoints_over_other_numbers_of_ranks(tmp_path: Path) -> 
     for num_ranks in (3, 4):
         found = run("fsdp_resume", num_ranks, tmp_path, **shared)
         assert_equal(found, expected, bar=FLOAT64 if num_ranks == 4 else 1e-6)  # 3 do not divide 16 tokens
+
+
+@pytest.mark.parametrize("case", ["torchtitan_llama", "torchtitan_qwen"])
+def test_torchtitan(case: str, tmp_path: Path) -> None:
+    """Its Trainer on 2 x 2 ranks: FSDP2 by block, accumulation, clipping, uneven labels, a checkpoint of one device."""
+    needs("torchtitan", how="docs/trainers.md says how")
+    shared = {"SHARED_FOLDER": str(tmp_path), "SHARED": "2"}
+    (expected,) = run(case, 1, tmp_path, **shared)
+    assert_equal(run(case, 4, tmp_path, **shared), expected, bar=1e-10)  # it computes RoPE and the loss in float32
 
 
 def test_the_guide_shows_lines_of_the_scripts() -> None:

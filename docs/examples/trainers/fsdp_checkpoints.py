@@ -1,4 +1,4 @@
-"""A loop as in torchtitan: a mesh, FSDP2, distributed checkpoints that another number of ranks resumes from.
+"""A loop of your own: a mesh, FSDP2, distributed checkpoints that another number of ranks resumes from.
 
 torchrun --nproc-per-node 2 docs/examples/trainers/fsdp_checkpoints.py
 torchrun --nproc-per-node 3 docs/examples/trainers/fsdp_checkpoints.py saved
