@@ -55,7 +55,8 @@ class Windows:
         input: the value, without any padding.
         convolution: the call that has the weights.
         stride, dilation: of the windows.
-        before, after: how many zeros the first and the last window read beyond the ends of the value.
+        before, after: how many zeros the first and the last window read beyond the ends of the value; with `after` less
+            than 0, so many entries at the end are cut off, since windows that are none of these would read them.
         gaps: whether windows leave entries between them unread.
         keeps: whether ranks' chunks of the dimension give chunks of the result: it has 1 / stride of the entries.
     """
@@ -103,7 +104,7 @@ def read_windows(root: fx.Node) -> Windows | str:
         return f"the slice gives {size_hint(made[-1])} entries for {size_hint(sizes[-1])}"
     # Where chunks give chunks, the last window of a chunk begins `stride + before` entries before the end of it.
     reads = zip(keeps, after, reach, stride, before, strict=True)
-    after = [max(length - by - first, 0) if kept else stated for kept, stated, length, by, first in reads]
+    after = [_read_after(length - by - first, by) if kept else stated for kept, stated, length, by, first in reads]
     gaps = [length < by for length, by in zip(reach, stride, strict=True)]
     windows = Windows(value, node, stride, dilation, before, after, gaps, keeps)
     if not windows.are_apart:
@@ -112,6 +113,11 @@ def read_windows(root: fx.Node) -> Windows | str:
         return "windows follow each other"
     numbers = (f"{size_hint(n)} entries for {size_hint(size)}" for n, size in zip(made, sizes, strict=True))
     return f"%{node.name} gives {', '.join(numbers)} with stride {stride}"
+
+
+def _read_after(beyond: int, stride: int) -> int:
+    """What the last window of a chunk reads after it, which ends so far beyond; less than 0 where another would fit."""
+    return beyond if beyond <= -stride else max(beyond, 0)
 
 
 def _without_cut(root: fx.Node) -> tuple[fx.Node, int] | str:
@@ -201,7 +207,7 @@ raise_causal = _raise(
 def _(draw: Draw) -> dict[str, Any]:
     """Samples slices that keep the length: of windows that end at an entry, begin there, or are around it."""
     groups, length, dilation, size = draw.integer(1, 2), draw.integer(1, 8), draw.integer(1, 2), draw.integer(2, 4)
-    padding = dilation * (size - 1)
+    padding = dilation * (size - 1) + draw.choice(0, 0, 1)
     start = draw.choice(0, 0, padding, padding // 2)
     return {
         "input": draw.tensor(*draw.shape(draw.integer(0, 1)), 2 * groups, length),
@@ -242,8 +248,8 @@ def _lower(num_spatial: int) -> Rule:
         x = input
         if -num_spatial <= dim < 0 and (before[dim] or after[dim]):
             axis = SpmdContext.required(match.context, made.id).axis
-            x = _with_halo(match, x, dim, before[dim], after[dim], axis)
-            before[dim] = after[dim] = 0
+            x = _with_halo(match, x, dim, before[dim], max(after[dim], 0), axis)
+            before[dim], after[dim] = 0, min(after[dim], 0)
         found = convolve(num_spatial, x, weight, bias, stride, before, after, dilation, groups)
         match.edit.set_meta(found.node, "val", match.root.meta["val"])
         match.edit.set_fact(found.node, GLOBAL_SHAPE, tuple(global_shape(match.root)))

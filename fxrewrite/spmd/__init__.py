@@ -50,6 +50,7 @@ from fxrewrite.spmd.group import (
     axis_rank as axis_rank,
     fix_rank as fix_rank,
     global_ranks as global_ranks,
+    is_of_rank as is_of_rank,
 )
 from fxrewrite.spmd.layouts.notation import (
     IndexMap as IndexMap,

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import inline_value
+from fxrewrite.graph.walk import reached
 from fxrewrite.ops import declare_per_rank, declare_pure
 from fxrewrite.spmd.placement import Axis
 
@@ -55,6 +56,16 @@ def axis_rank(group_name: str) -> int:
 
 
 declare_per_rank(axis_rank)
+
+
+def is_of_rank(number: Any) -> bool:
+    """Whether a number of a lowered graph follows from this rank's position, so that its fake value, of position 0,
+    says nothing of other ranks."""
+
+    def edges(node: fx.Node) -> list[fx.Node]:
+        return [] if isinstance(node.meta.get("val"), torch.Tensor) else node.all_input_nodes
+
+    return isinstance(number, fx.Node) and any(node.target is axis_rank for node in reached([number], edges))
 
 
 def fix_rank(gm: fx.GraphModule, rank: int | None = None) -> None:

@@ -90,7 +90,7 @@ def padded_convolution(call: Call) -> IndexMap | None:
         by, size = call.args["stride"][dim], result[dim - num_spatial]
         keeps = is_same_size(size * by, value[dim - num_spatial])
         if keeps:
-            beside[f"o{dim}"] = call.args["before"][dim] + call.args["after"][dim]
+            beside[f"o{dim}"] = call.args["before"][dim] + max(call.args["after"][dim], 0)
         read.append((f"o{dim}", f"s{dim}")[: 1 + (by > 1)] if keeps else (f"l{dim}",))
         made.append((f"o{dim}",))
         sizes |= {f"o{dim}": size, f"s{dim}": by}

@@ -18,6 +18,7 @@ from fxrewrite.spmd import (
     Lookup,
     Section,
     Size,
+    is_of_rank,
     is_read_from_data,
     is_same_size,
     size_hint,
@@ -76,8 +77,10 @@ def section_of(call: Call, dim: int) -> Section | None:
     """Which entries a slice without steps keeps; None where it keeps none, or its bounds are not known."""
     if call.key not in ("aten::slice", "aten::narrow") or call.args.get("step", 1) != 1:
         return None
-    start, end = (_bound(call.args.get(name)) for name in ("start", "end"))
-    if call.num_read or any(bound is not None and is_read_from_data(bound) for bound in (start, end)):
+    given = [call.args.get(name) for name in ("start", "end")]
+    start, end = map(_bound, given)
+    is_read = any(bound is not None and is_read_from_data(bound) for bound in (start, end))
+    if call.num_read or is_read or any(map(is_of_rank, given)):
         return None
     cut = call.shape()[dim] - call.result_shapes()[0][dim]
     if call.key == "aten::slice" and end in (None, _END):

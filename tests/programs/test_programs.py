@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -32,30 +33,38 @@ def test_random_programs(block: int) -> None:
     assert block or not [name for name in REACHED if not reached[name]], "the generator finds too little"
 
 
-FOUND: dict[str, tuple[int, tuple[int, ...], str]] = {
-    "attention of what was attended, where chunks may have no entries": (
-        4,
-        (8, 16),
+def _case(text: str, lengths: tuple[int, ...] = (8,), num_ranks: int = 2, **how: Any) -> Case:
+    return Case(Program.of(text), num_ranks, lengths, **how)
+
+
+FOUND: dict[str, Case] = {
+    "attention of what was attended, where chunks may have no entries": _case(
         "v1 = attended(h, h)\nv2 = v1.softmax(2) - v1\nv3 = attended(v2, v2, is_causal=True)\n"
         "return (v3 * v3.softmax(1)).sum()",
+        lengths=(8, 16),
+        num_ranks=4,
     ),
-    "attention with a softcap, beside rows of weights": (2, (8,), "v1 = flash(h, softcap=2.0)\nreturn v1.exp().sum()"),
-    "attention in a custom function": (2, (12,), "v1 = attends(h)\nreturn v1.exp().mean()"),
-    "classes of which those that are cut off are none": (
-        3,
-        (13,),
+    "attention with a softcap, beside rows of weights": _case(
+        "v1 = flash(h, softcap=2.0)\nreturn v1.exp().sum()", plan="tp=2 embed.weight:0"
+    ),
+    "attention in a custom function": _case("v1 = attends(h)\nreturn v1.exp().mean()", lengths=(12,)),
+    "classes of which those that are cut off are none": _case(
         "v1 = m.head(h)\nv2 = torch.where(torch.arange(S) < 3, 1000, v1.argmax(-1))\n"
         "return m.embed(v2[:, 3:]).mul(h[:, 3:]).exp().sum()",
+        lengths=(13,),
+        num_ranks=3,
     ),
-    "attention to one token, over a ring": (2, (15,), "v1 = attended(h[:, :1], h[:, :1])\nreturn (v1 * h).exp().sum()"),
+    "attention to one token, over a ring": _case(
+        "v1 = attended(h[:, :1], h[:, :1])\nreturn (v1 * h).exp().sum()", lengths=(15,), attention="ring"
+    ),
+    "a parameter whose chunks of one axis another axis cuts at places of its own": _case(
+        "return h.square().mean()", plan="tq=2 pos:1 | tp=2 up.weight:1"
+    ),
 }
-"""Programs that failed once, made small: ranks, lengths, and the text."""
+"""Programs that failed once, made small."""
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_failed(name: str) -> None:
-    num_ranks, lengths, text = FOUND[name]
-    plan = "rows" if "rows of weights" in name else ""
-    attention = "ring" if "ring" in name else "auto"
-    found = check(Case(Program.of(text), num_ranks, lengths, plan, attention))
+    found = check(FOUND[name])
     assert found.kind == "exact", found.why

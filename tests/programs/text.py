@@ -21,8 +21,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.autosp.flash_attn import flash_attn_func
+from tests.rules.parallel.models import GROUPED
 
 BATCH, WIDTH, HEADS, CLASSES, LONGEST = 2, 6, 2, 22, 32
 LENGTHS = (13, 16)
@@ -107,6 +110,61 @@ def eager(x: Tensor, mask: Tensor) -> Tensor:
     return scores.softmax(-1) @ x
 
 
+SPELLINGS = (
+    *("scaled", "capped", "biased", "causal", "causal by a sum", "window", "sinks", "stable", "dropped", "negated"),
+    *("one kv head", "einsum", "bmm", "padded"),
+)
+"""What attention that is written out may have, in any combination."""
+
+
+def written(m: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *how: str) -> Tensor:
+    """Attention of projected states [B, n, 6], written out, to the last n tokens of the mask if that is `padded`."""
+    q, k, v = (z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in (q, k, v))
+    if "one kv head" in how:
+        k, v = (z[:, :1].expand(-1, HEADS, -1, -1) for z in (k, v))
+    q = q / 3**0.5 if "scaled" in how else q
+    if "bmm" in how:
+        scores = torch.bmm(q.reshape(-1, *q.shape[2:]), k.reshape(-1, *k.shape[2:]).mT)
+        scores = scores.view(-1, HEADS, *scores.shape[1:])
+    else:
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) if "einsum" in how else torch.matmul(q, k.transpose(2, 3))
+    scores = 2 * torch.tanh(scores / 2) if "capped" in how else scores
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    scores = scores - m.slopes.view(-1, 1, 1) * distance.abs() if "biased" in how else scores
+    scores = scores.masked_fill(distance < 0, -torch.inf) if "causal" in how else scores
+    scores = scores + torch.where(distance < 0, -1e9, 0.0) if "causal by a sum" in how else scores
+    scores = torch.where(distance.abs() < 3, scores, -1e9) if "window" in how else scores
+    scores = scores.masked_fill(~mask[:, None, None, -k.shape[2] :], -1e9) if "padded" in how else scores
+    if "sinks" in how:
+        scores = torch.cat([scores, m.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    scores = scores - scores.amax(-1, keepdim=True) if "stable" in how else scores
+    shares = scores.softmax(-1)[..., : k.shape[2]]
+    shares = F.dropout(shares, 0.2) if "dropped" in how else shares
+    shares = shares - (1 - torch.eye(HEADS)[0]).view(-1, 1, 1) * 0.1 if "negated" in how else shares
+    return (shares @ v).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+
+class Twice(torch.autograd.Function):
+    """Two results of two values and a weight, and gradients that are made by products of parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x * w, (x @ w).unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g * w + h.tanh() * w, (g * x).flatten(0, -2).sum(0) + (h * x).flatten(0, -2).sum(0)
+
+
+def mixed(m: Any, x: Tensor, k: int = 2) -> Tensor:
+    """A mixture of experts of states [B, n, 6], of which each token goes to `k`."""
+    rows = x.flatten(0, 1)
+    weights, chosen = m.route(rows).softmax(-1).topk(k, -1)
+    return m.mix.experts(rows, chosen, weights / weights.sum(-1, keepdim=True)).view_as(x)
+
+
 SPACE: Mapping[str, Any] = {
     "torch": torch,
     "F": F,
@@ -117,8 +175,15 @@ SPACE: Mapping[str, Any] = {
     "flash": flash,
     "attended": attended,
     "eager": eager,
+    "written": written,
+    "twice": Twice.apply,
+    "mixed": mixed,
     "checkpoint": checkpoint,
 }
+
+
+_EXPERTS = MixtralConfig(hidden_size=WIDTH, intermediate_size=4, num_local_experts=4)
+_EXPERTS._experts_implementation = GROUPED
 
 
 class Model(nn.Module):
@@ -133,6 +198,20 @@ class Model(nn.Module):
         self.conv, self.depth = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=6)
         self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Parameter(torch.rand(WIDTH))
         self.register_buffer("table", torch.rand(LONGEST))
+        self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (False, True, False))
+        self.slopes, self.sinks = nn.Parameter(torch.rand(HEADS)), nn.Parameter(torch.rand(HEADS))
+        self.tied = nn.Linear(WIDTH, CLASSES)
+        self.tied.weight = self.embed.weight
+        self.half, self.wider = (
+            nn.Conv1d(WIDTH, WIDTH, 4, 2, 1),
+            nn.Conv1d(WIDTH, 12, 3, padding=2, dilation=2, groups=3),
+        )
+        self.thinner, self.twofold = nn.Conv1d(12, WIDTH, 5, padding=2), nn.ConvTranspose1d(WIDTH, WIDTH, 2, 2)
+        self.draw, self.paint = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, (5, 3), padding=(2, 1))
+        self.route, self.mix = nn.Linear(WIDTH, 4), nn.Module()
+        self.mix.experts = MixtralExperts(_EXPERTS)
+        for parameter in self.mix.parameters():
+            nn.init.normal_(parameter, std=0.5)
         self.double()
         self.text = text
         self.body: Callable[..., Any] = compiled(text)
@@ -152,13 +231,13 @@ def compiled(text: str) -> Callable[..., Any]:
     return space["body"]
 
 
-def batch(length: int, seed: int = 0) -> dict[str, Tensor]:
+def batch(length: int, rows: int = BATCH) -> dict[str, Tensor]:
     """Token ids, labels of which some are ignored, and a mask of padding."""
-    draw = torch.Generator().manual_seed(1000 * seed + length)
-    ids = torch.randint(1, CLASSES, (BATCH, length), generator=draw)
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, CLASSES, (rows, length), generator=draw)
     labels = torch.where(torch.rand(ids.shape, generator=draw) < 0.3, -100, ids)
     labels[0, 0], labels[-1, -1] = ids[0, 0], ids[-1, -1]
-    mask = torch.arange(length) < torch.tensor([[length], [max(1, length // 2)]])
+    mask = torch.arange(length) < torch.tensor([[max(1, length // (1 + row))] for row in range(rows)])
     return {"ids": ids, "labels": labels, "mask": mask}
 
 
@@ -285,6 +364,22 @@ _STATES: dict[str, tuple[str, ...]] = {
             "fills({x}[:, {a}:])",
             "own({x}[:, :-{a}], m.up.weight)",
         ),
+        *(
+            "written(m, m.up({x}), m.key({x}), m.value({x}), mask, {how})",
+            "m.out(written(m, {x}, {x}, {x}, mask, {how}))",
+        ),
+        "m.out(written(m, m.up({x}), m.key({x}), m.value({x}), mask, {how}))",
+        "written(m, m.up({x}[:, {a}:]), m.key({x}), m.value({x}), mask, {how})",
+        *("twice({x}, m.gate)[0]", "twice({x}, m.gate)[1] * {x}", "sum(twice({x}[:, {a}:], m.gate))", "mixed(m, {x})"),
+        *("mixed(m, {x}, 1)", "mixed(m, {x}[:, {a}:])", "m.tied({x})", "F.linear({x}, m.embed.weight)"),
+        *("F.dropout({x}, 0.3)", "F.dropout(m.up({x}), 0.3)", "m.half({x}.mT).mT", "m.twofold({x}.mT).mT"),
+        *("m.thinner(m.wider({x}.mT).relu()).mT", "m.conv({x}.mT)[..., {a}:].mT", "m.depth({x}.mT).mT"),
+        *("m.thinner(F.glu(m.wider({x}.mT), 1).repeat(1, 2, 1)).mT", "m.conv(F.pad({x}.mT, ({a}, 1)))[..., :-{a}].mT"),
+        *("m.paint(m.draw({x}[:, None]).relu())[:, 0]", "m.paint(m.draw({x}.mT[:, None]).sin())[:, 0].mT"),
+        "m.depth({x}.mT)[..., :{x}.shape[1]].mT * m.up({x})",
+        "F.conv1d({x}.mT, m.conv.weight, m.gate, {a}, {b}, {i} + 1).mT",
+        "F.conv1d({x}.mT, m.depth.weight, None, {i} + 1, {b}, {a}, 6).mT",
+        "F.conv2d({x}[:, None], m.draw.weight, None, ({a}, 1), ({b}, {i}), ({i} + 1, 1)).sum(1)",
         *("checkpoint(m.up, {x}, use_reentrant=False)", "torch.einsum('bsd,ed->bse', {x}, m.up.weight)", "m.wide({x})"),
         *(
             "{x}.unflatten(-1, (2, 3)).transpose(1, 2)",
@@ -321,7 +416,15 @@ _STATES: dict[str, tuple[str, ...]] = {
         "torch.cat([p.tanh() for p in {x}.split({k})])",
         "{x}.reshape(B, S, -1)",
     ),
-    "flat states": ("m.up({x})", "m.head({x})", "m.head({x})[{a}:]", "m.norm({x})", "{x} * m.gate", "m.wide({x})"),
+    "flat states": (
+        "m.tied({x})",
+        "m.up({x})",
+        "m.head({x})",
+        "m.head({x})[{a}:]",
+        "m.norm({x})",
+        "{x} * m.gate",
+        "m.wide({x})",
+    ),
     # of two values of one shape
     "two": (
         *("{x} + {y}", "{x} + {y}", "{x} - {y}", "{x} * {y}", "torch.maximum({x}, {y})", "{x} / (1 + {y}.square())"),
@@ -395,6 +498,10 @@ _LOSSES_OF_LOGITS: tuple[str, ...] = (
     "F.kl_div({x}.log_softmax(-1), {x}.detach().roll(1, 1).softmax(-1), reduction='batchmean')",
     "({x}.argmax(-1) == ids).sum() / S * {x}.mean()",
     "F.cross_entropy({x}[torch.arange(B), mask.sum(1) - 1], ids[:, 0])",
+    "F.cross_entropy({x}.flatten(0, 1), labels.flatten(), reduction='sum') / (labels != -100).sum()",
+    "F.cross_entropy({x}[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)",
+    "({x}.logsumexp(-1) - {x}.gather(-1, ids[..., None]).squeeze(-1)).mean() + {x}.logsumexp(-1).square().mean()",
+    "-F.logsigmoid(({x}.log_softmax(-1).gather(-1, ids[:, :, None]).squeeze(-1) * mask).sum(-1)).mean()",
 )
 
 Size = tuple[int, int]
@@ -540,7 +647,8 @@ class Builder:
         rng, num_dims = self.rng, max(1, self.values[0][x].dim())
         d = 1 if num_dims > 1 and rng.random() < 0.6 else rng.randrange(num_dims)
         numbers = {"a": rng.randint(1, 3), "b": rng.randint(1, 3), "k": rng.randint(1, 9), "i": rng.randint(0, 1)}
-        for key, value in {**numbers, "x": x, "y": y, "d": d, "c": rng.choice((0.5, 2.0, -1.5))}.items():
+        how = ", ".join(map(repr, rng.sample(SPELLINGS, rng.randint(1, 4))))
+        for key, value in {**numbers, "x": x, "y": y, "d": d, "c": rng.choice((0.5, 2.0, -1.5)), "how": how}.items():
             template = template.replace("{" + key + "}", str(value))
         return template.replace("CLS", str(CLASSES))
 

@@ -89,3 +89,18 @@ def test_channels_last_stay_last() -> None:
     assert found.error < 1e-12
     halos = [node.meta["val"] for node in found.program.graph.nodes if node.target is HALO]
     assert [halo.is_contiguous(memory_format=torch.channels_last) for halo in halos] == [True, True]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_more_padding_than_windows_read(first: int) -> None:
+    """What a slice cuts off the end of a convolution is not computed: windows would read more than the padding."""
+
+    class Causal(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            found = nn.functional.conv1d(x, self.first.weight, self.first.bias, padding=4)
+            return found[..., first : first + x.shape[-1]].square().mean()
+
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    found = simulate(Causal(1, kernel_size=3), {"x": x}, strips("images", 2), {"images": 4})
+    assert found.error < 1e-12
+    assert {c.kind for c in found.report.collectives} == {"all_reduce", "halo"}
