@@ -60,6 +60,9 @@ FOUND: dict[str, Case] = {
     "a parameter whose chunks of one axis another axis cuts at places of its own": _case(
         "return h.square().mean()", plan="tq=2 pos:1 | tp=2 up.weight:1"
     ),
+    "entries of chunks of one axis, which another axis cuts again": _case(
+        "return h.square().mean()", lengths=(9,), plan="sp=2 | tp=2 pos:0"
+    ),
 }
 """Programs that failed once, made small."""
 

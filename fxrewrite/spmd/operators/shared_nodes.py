@@ -72,6 +72,9 @@ class EntryNodes:
     def __init__(self, edit: Edit, axis: Axis) -> None:
         self._edit, self._axis, self._sizes = edit, axis, size_nodes(edit)
         self._made: dict[tuple[Any, ...], fx.Node] = {}
+        self._last: list[fx.Node] = []
+        """The nodes in order: after sizes, and before those of axes that the graph was lowered over before, which are
+        values as any others for this axis."""
 
     def held(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
         """The entries in this rank's chunk, `[ceil(S / P)]`; padding is the nearest one again."""
@@ -133,8 +136,11 @@ class EntryNodes:
         written = tuple(arg if isinstance(arg, fx.Node) else self._sizes(arg) for arg in args)
         at = target, written, str(how)
         if at not in self._made or not is_there(self._made[at]):
-            made = self._edit.call(target, written, before=self._sizes.anchor, **how)
-            self._made[at] = self._sizes.add_last(made)
+            while self._last and not is_there(self._last[-1]):
+                self._last.pop()
+            before = self._last[-1].next if self._last else self._sizes.anchor
+            self._made[at] = self._edit.call(target, written, before=before, **how)
+            self._last.append(self._made[at])
         return self._made[at]
 
 
