@@ -262,8 +262,9 @@ def _gradients(case: Case, made: RankRun) -> list[list[Tensor | None]]:
 def _on_a_mesh(case: Case, found: Outcome) -> None:
     plan, mesh = plan_of(case.plan)
     model, given = Model(case.program.text), batch(case.lengths[0], case.rows)
-    part = {name: value[: case.rows // own_rows(case.plan)] for name, value in given.items()}
-    if _Expected.of(model, given) is None or _Expected.of(model, part) is None:
+    num_parts = own_rows(case.plan)
+    cut = [{name: value.chunk(num_parts)[i] for name, value in given.items()} for i in range(num_parts)]
+    if any(_Expected.of(model, one) is None for one in (given, *cut)):
         return
     made = simulate(model, given, plan, mesh)
     rewrites = {entry.rule: entry.rewrites for entry in getattr(made.report, "rules", ())}

@@ -63,6 +63,12 @@ FOUND: dict[str, Case] = {
     "entries of chunks of one axis, which another axis cuts again": _case(
         "return h.square().mean()", lengths=(9,), plan="sp=2 | tp=2 pos:0"
     ),
+    "a program for many lengths that is made for one of which ranks have one entry": _case(
+        "return h.square().mean()", lengths=(3, 7), num_ranks=4
+    ),
+    "a batch of many sizes, made for one of which ranks have one row": _case(
+        "return ((h @ h.mT).softmax(-1) @ h).exp().sum()", lengths=(1, 24), num_ranks=3
+    ),
 }
 """Programs that failed once, made small."""
 

@@ -12,6 +12,7 @@ from torch import fx
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import Size, SizeNodes, is_same_size, is_there
 from fxrewrite.match import Match
+from fxrewrite.ops import fake_value
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.placement import Axis, Shard, local_shape
 
@@ -95,7 +96,7 @@ class EntryNodes:
     def places(self, entries: Size, placement: Shard, device: torch.device) -> tuple[fx.Node, fx.Node]:
         """Where in this rank's chunk each entry is, `[S]`, and which are not there: for these it is the nearest."""
         chunk, first = self.first(entries, placement)
-        numbers = self._call(aten.sub.Tensor, self._arange(entries, device), first)
+        numbers = self._on(self._arange(entries, device), aten.sub.Tensor, first)
         return self._nearest(numbers, chunk, first), self._is_outside(numbers, chunk, first)
 
     def first(self, entries: Size, placement: Shard) -> tuple[Size, fx.Node]:
@@ -109,32 +110,39 @@ class EntryNodes:
     def _numbers(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
         """The entries in this rank's chunk, counted on before the first and after the last."""
         chunk, first = self.first(entries, placement)
-        return self._call(aten.add.Tensor, self._arange(chunk, device), first)
+        return self._on(self._arange(chunk, device), aten.add.Tensor, first)
 
     def _in_all_chunks(self, entries: Size, placement: Shard, device: torch.device) -> fx.Node:
         numbers = self._arange(self.first(entries, placement)[0] * self._axis.size, device)
         if is_same_size(placement.before, 0):
             return numbers
-        return self._call(aten.sub.Tensor, numbers, placement.before)
+        return self._on(numbers, aten.sub.Tensor, placement.before)
 
     def _arange(self, size: Size, device: torch.device) -> fx.Node:
         return self._call(aten.arange.default, size, kwargs={"device": device, "pin_memory": False})
 
     def _nearest(self, numbers: fx.Node, entries: Size, before: Any) -> fx.Node:
         """The numbers, of which those that are less than 0 (if `before` is not) or too large become the nearest."""
-        found = self._call(aten.clamp_max.default, numbers, entries - 1)
-        return found if _is_zero(before) else self._call(aten.clamp_min.default, found, 0)
+        found = self._on(numbers, aten.clamp_max.default, entries - 1)
+        return found if _is_zero(before) else self._on(found, aten.clamp_min.default, 0)
 
     def _is_outside(self, numbers: fx.Node, entries: Size, before: Any) -> fx.Node:
-        found = self._call(aten.ge.Scalar, numbers, entries)
+        found = self._on(numbers, aten.ge.Scalar, entries, dtype=torch.bool)
         if _is_zero(before):
             return found
-        return self._call(aten.logical_or.default, found, self._call(aten.lt.Scalar, numbers, 0))
+        is_before = self._on(numbers, aten.lt.Scalar, 0, dtype=torch.bool)
+        return self._on(found, aten.logical_or.default, is_before, dtype=torch.bool)
+
+    def _on(self, numbers: fx.Node, target: Any, other: Any, dtype: torch.dtype = torch.int64) -> fx.Node:
+        """The call on each number. Its value has their size as it is stated: run on a size that is 1 for the lengths
+        of the trace, and may be another, broadcasting would make it 1."""
+        like = fake_value(numbers)
+        return self._call(target, numbers, other, val=like.new_empty(like.shape, dtype=dtype))
 
     def _call(self, target: Any, *args: Any, **how: Any) -> fx.Node:
         """The call, which the graph has once: what asks for the same is given the same node."""
         written = tuple(arg if isinstance(arg, fx.Node) else self._sizes(arg) for arg in args)
-        at = target, written, str(how)
+        at = target, written, str(how.get("kwargs"))
         if at not in self._made or not is_there(self._made[at]):
             while self._last and not is_there(self._last[-1]):
                 self._last.pop()
