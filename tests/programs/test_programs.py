@@ -10,7 +10,7 @@ import pytest
 from tests.programs.cases import Case, check
 from tests.programs.text import Program
 
-SEEDS = 10
+SEEDS = 20
 """How many programs a test runs."""
 REACHED = (
     *("section", "lookup", "outer", "uneven", "partial sum", "many lengths"),
@@ -20,7 +20,7 @@ REACHED = (
 padding, sums, one program for many lengths, loops over parts, flash attention."""
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(10))
 @pytest.mark.slow
 @pytest.mark.some(1)
 def test_random_programs(block: int) -> None:
@@ -68,6 +68,13 @@ FOUND: dict[str, Case] = {
     ),
     "a batch of many sizes, made for one of which ranks have one row": _case(
         "return ((h @ h.mT).softmax(-1) @ h).exp().sum()", lengths=(1, 24), num_ranks=3
+    ),
+    "convolutions on chunks that are in several runs": _case(
+        "v1 = h + m.pos[:S]\nv2 = v1.cumsum(1)\nv2[:, -1] = v1[:, 0]\n"
+        "v3 = m.thinner(F.glu(m.wider(v2.mT), 1).repeat(1, 2, 1)).mT\nreturn F.cross_entropy(m.tied(v3).mT, labels)",
+        lengths=(24,),
+        plan="sp=2 | tp=2 pos:1 tied.bias:0 thinner.weight:1 thinner.bias:0",
+        rows=1,
     ),
 }
 """Programs that failed once, made small."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
@@ -675,4 +676,6 @@ class Builder:
 def random_program(seed: int) -> Program:
     """The program of a seed: 1 to 14 lines, and a loss."""
     rng = Random(seed)
-    return Builder(rng).program(rng.randint(1, 14))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of lines that are tried
+        return Builder(rng).program(rng.randint(1, 14))

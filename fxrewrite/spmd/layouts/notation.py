@@ -88,6 +88,15 @@ class IndexMap:
     lookups: Mapping[int, Lookup] = field(default_factory=dict[int, Lookup])
     """Dimensions of the first operand whose entries are looked up: a rank can look up those of its chunk."""
 
+    def must_join(self, part: IndexPart) -> bool:
+        """Whether an operator cannot run on such chunks: their index must be whole, or one run on each rank."""
+        return part.index in self.whole or self.is_split(part)
+
+    def is_split(self, part: IndexPart) -> bool:
+        """Whether a rank's chunk is in several runs of an index that must be in one, or a section's."""
+        is_one_run = is_same_size(part.within, 1) and all(is_same_size(n, 0) for n in (part.before, part.after))
+        return (part.index in self.in_one_run or part.index in self.beside) and not is_one_run
+
     def locate(self, terms: Terms, placement: Placement) -> IndexPart | None:
         """The index of `terms` that `placement` shards, or None where it falls between indices."""
         if not isinstance(placement, Shard):

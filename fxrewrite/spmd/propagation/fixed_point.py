@@ -231,7 +231,7 @@ class Propagation:
             return replace(whole, gathered=f"{key(node)} reads values that each rank has of its own")
         parts = zip(indices.operands, placements, strict=True)
         part = next((found for terms, placed in parts if (found := indices.locate(terms, placed)) is not None), None)
-        if part is None or part.index in indices.whole or not is_divided(indices, part, self.axis):
+        if part is None or indices.must_join(part) or not is_divided(indices, part, self.axis):
             return replace(whole, gathered=f"{key(node)}: its chunks fall between indices")
         return replace(whole, required=spread(indices, part, "").required, why=f"sends values to where {part.index} is")
 
@@ -299,7 +299,7 @@ class Propagation:
         if rule is None or indices is None or len(indices.results) != 1:
             return None
         part = indices.locate(indices.results[0], wanted[0])
-        if part is None or part.index in indices.whole or not is_divided(indices, part, self.axis):
+        if part is None or indices.must_join(part) or not is_divided(indices, part, self.axis):
             return None
         if not any(indices.has(terms, part.index) for terms in indices.operands):
             return None  # broadcast along that dimension: nothing to save

@@ -90,7 +90,7 @@ class IndexedCall:
         if required is not None and parts:
             return self._as_required(parts, required)
         free = [part for part in parts if self._can_shard(part)]
-        blocked = next((part for part in parts if part.index in self.indices.whole or self._is_split(part)), None)
+        blocked = next((part for part in parts if self.indices.must_join(part)), None)
         if blocked is not None and (
             found := self._moved(blocked, parts) or self._section() or self._looked_up(blocked)
         ):
@@ -124,7 +124,7 @@ class IndexedCall:
         the way back is decided by who reads it.
         """
         home = next((p for p in parts if self._is_in_results(p)), blocked)
-        if self._is_split(blocked):
+        if self.indices.is_split(blocked):
             part = IndexPart(blocked.index, uneven=blocked.uneven)
             if self._can_shard(part):
                 return spread(self.indices, part, home=blocked, why=f"chunks of {blocked.index} must be in one run")
@@ -234,13 +234,7 @@ class IndexedCall:
         return False
 
     def _can_shard(self, part: IndexPart) -> bool:
-        is_allowed = part.index not in self.indices.whole and not self._is_split(part)
-        return is_allowed and is_divided(self.indices, part, self.axis)
-
-    def _is_split(self, part: IndexPart) -> bool:
-        """Whether a rank's chunk is in several runs of an index that must be in one, or a section's."""
-        is_one_run = is_same_size(part.within, 1) and all(is_same_size(n, 0) for n in (part.before, part.after))
-        return (part.index in self.indices.in_one_run or part.index in self.indices.beside) and not is_one_run
+        return not self.indices.must_join(part) and is_divided(self.indices, part, self.axis)
 
     def _is_in_results(self, part: IndexPart) -> bool:
         return any(self.indices.has(terms, part.index) for terms in self.indices.results)

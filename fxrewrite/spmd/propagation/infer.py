@@ -86,7 +86,7 @@ def _spread_by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRul
     parts = [indices.locate(terms, placement) for terms, placement in located if isinstance(placement, Shard)]
     # Any operand that is sharded may tell the index; it counts if all others are placed as sharding that one requires.
     for part in parts:
-        if part is not None and part.index not in indices.whole:
+        if part is not None and not indices.must_join(part):
             decision = spread(indices, part, "", reduce_op=rule.reduce_op)
             if all(is_same_placement(want, have) for want, have in zip(decision.required, placements, strict=True)):
                 return decision.produced

@@ -142,7 +142,7 @@ class Relocation:
 
     def _can_run(self, indices: IndexMap, part: IndexPart) -> bool:
         """Whether a node may run on `part` without partial results, each rank with as many entries as any other."""
-        if part.index in indices.whole or not all(indices.has(terms, part.index) for terms in indices.results):
+        if indices.must_join(part) or not all(indices.has(terms, part.index) for terms in indices.results):
             return False
         runs = divide_exactly(indices.sizes[part.index], part.within)
         return runs is not None and divide_exactly(runs, self.num_ranks) is not None
