@@ -213,6 +213,11 @@ def autosp(
     Raises:
         AutoSPError: at compile time, inside torch's BackendCompilerFailed, if the model cannot be run exactly.
     """
+    if isinstance(inner, AutoSPConfig):
+        raise AutoSPError.of(
+            "inner is an AutoSPConfig, and should be the name of a backend, or one",
+            hint="write AutoSPBackend(config), or autosp(inner=..., ...) with the settings by name",
+        )
     return AutoSPBackend(AutoSPConfig(inner=inner, axis=axis, **options), mesh)
 
 

@@ -29,7 +29,7 @@ class RefuseWhole:
             if tokens_per_rank(edit.gm) > 1 and event.share > MOST_WHOLE:
                 raise AutoSPError.of(
                     f"strict=True: {event}",
-                    hint=f"more than {MOST_WHOLE:.0%} is no sequence parallelism; without strict=True it runs so",
+                    hint=f"more than {MOST_WHOLE:.0%} is not sequence parallelism; without strict=True it runs so",
                 )
         return 0
 

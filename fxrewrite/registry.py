@@ -191,7 +191,7 @@ def _rule_of_any(sets: Registry[RuleSet], path: str) -> Rule:
         raise RegistryError(f"{path!r} is another rule in each of the sets {names}; name the object instead")
     close = difflib.get_close_matches(path, [*sets, *known], n=3)
     parts = [
-        f"{path!r} is no registered rule set and no rule of one",
+        f"{path!r} is neither a registered rule set nor a rule of one",
         f"did you mean {' or '.join(map(repr, close))}?" if close else "",
         f"registered: {', '.join(sets)}" if sets else f"no package registers rule sets ({GROUP})",
         f"broken, so not searched: {', '.join(broken)}" if broken else "",
@@ -209,6 +209,8 @@ def find_object(path: str) -> Any:
         RegistryError: there is no such module, file or object, or importing it raised.
     """
     where, _, name = path.rpartition(":")
+    if path.endswith(".py"):
+        raise RegistryError(f"{path}: say which object of the file, as in {path}:NAME")
     if not where or not name:
         raise RegistryError(f"{path!r} names no object; write package.module:OBJECT or path/to/file.py:OBJECT")
     module = import_named(where)

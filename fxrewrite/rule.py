@@ -15,7 +15,7 @@ from torch.fx.proxy import TraceError
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, misread_context
-from fxrewrite.graph.bodies import nodes_of
+from fxrewrite.graph.bodies import nodes_of, require_graph
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line, with_source
 from fxrewrite.identity import NoIdentityError
@@ -182,6 +182,7 @@ class Rule:
 
     def explain(self, gm: fx.GraphModule) -> Explanation:
         """Why the rule does or does not match, node by node, nearest misses first."""
+        require_graph("explain", gm)
         return self.explain_in(list(nodes_of(gm)))
 
     def explain_in(self, nodes: Sequence[fx.Node]) -> Explanation:

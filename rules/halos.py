@@ -126,10 +126,10 @@ def _without_cut(root: fx.Node) -> tuple[fx.Node, int] | str:
         return root, 0
     given, node = bind(root), root.all_input_nodes[0]
     if key(node) not in _KEYS or len(node.users) > 1 or given["step"] != 1:
-        return "it is no slice of a convolution that nothing else reads"
+        return "it is not a slice of a convolution that nothing else reads"
     start, last = given["start"] or 0, fake_value(root).dim() - 1
     if given["dim"] % (last + 1) != last or not isinstance(start, int) or start < 0:
-        return "it is no slice of the last dimension from a known entry on"
+        return "it is not a slice of the last dimension from a known entry on"
     return node, start
 
 

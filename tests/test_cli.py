@@ -439,7 +439,7 @@ def test_an_unmet_expectation_and_a_refusal_end_with_status_1(run: Any) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("show nothing_like_that", "'nothing_like_that' is no registered rule set and no rule of one"),
+        ("show nothing_like_that", "'nothing_like_that' is neither a registered rule set nor a rule of one"),
         ("show absent.py:RULES", "there is no file absent.py"),
         ("apply silu.py:RULES absent.pt2", "there is no file absent.pt2"),
         ("apply silu.py:RULES silu.py:Nodel", "silu.py has no object 'Nodel'; did you mean model or Model?"),
@@ -448,6 +448,7 @@ def test_an_unmet_expectation_and_a_refusal_end_with_status_1(run: Any) -> None:
             "silu.py:model is of type function; expected a RuleSet, a Rule or a Plan",
         ),
         ("apply silu.py:RULES silu.py:RULES", "silu.py:RULES is of type RuleSet; expected a GraphModule, an"),
+        ("apply silu.py:RULES silu.py", "silu.py: say which object of the file, as in silu.py:NAME"),
         ("apply silu:RULES more:ALONE", "is of type Model; expected a GraphModule, * add its inputs: (module, inputs)"),
         ("apply silu:RULES more:needs", "more:needs needs arguments (width); expected a GraphModule"),
         ("apply silu:RULES more:raises", "more:raises() failed: RuntimeError: * (more.py:"),
@@ -457,9 +458,9 @@ def test_an_unmet_expectation_and_a_refusal_end_with_status_1(run: Any) -> None:
         ),
         ("apply silu:RULES more:STARRED", "more:STARRED: forward takes *tensors; give the inputs as a dict by name"),
         ("apply silu:RULES more:BREAKS", "more:BREAKS: the model does not compile to one graph: "),
-        ("apply silu:RULES bad.pt2", "bad.pt2 is no exported program: "),
+        ("apply silu:RULES bad.pt2", "bad.pt2 is not an exported program: "),
         ("apply silu:RULES more:TRACED --level aten", "more:TRACED is a graph already, at its own level"),
-        ("apply silu:RULES more:TRACED -o out.pt2", "out.pt2 would be an exported program, but more:TRACED is none"),
+        ("apply silu:RULES more:TRACED -o out.pt2", "out.pt2 would be an exported program, but more:TRACED is not one"),
         ("apply more:PLAN more:TRACED --fixpoint", "--fixpoint is for a rule set"),
         ("verify more:NONE", "more:NONE has no rule to verify"),
         ("apply silu:RULES more:TRACED --expect mine.x=1", "the plan has no rule or step 'mine.x'"),
@@ -487,8 +488,8 @@ def test_a_mistake_is_one_line_and_status_2(run: Any, folder: Path, command: str
         ("apply a b -o out.txt", "out.txt is neither OUT.pt2 nor OUT.fx.txt"),
         ("apply a b --expect mine.use_silu", "'mine.use_silu' is not of the form RULE=N"),
         ("apply a b --level graph", "invalid choice: 'graph'"),
-        ("verify a --samples 0", "'0' is no number above 0"),
-        ("verify a --samples many", "'many' is no number above 0"),
+        ("verify a --samples 0", "'0' is not a number above 0"),
+        ("verify a --samples many", "'many' is not a number above 0"),
     ],
 )
 def test_a_wrong_option_prints_the_usage(run: Any, command: str, said: str) -> None:
@@ -541,7 +542,7 @@ def test_the_real_command_in_a_process_of_its_own(folder: Path) -> None:
     ("command", "status", "said"),
     [
         ("apply silu:RULES more:RAISES", 2, "Dimension out of range"),
-        ("apply silu:RULES odd.pt2", 2, "odd.pt2 is no exported program"),
+        ("apply silu:RULES odd.pt2", 2, "odd.pt2 is not an exported program"),
         ("apply more:STRICT silu:model", 1, "not today"),
     ],
     ids=["model", "program", "rule"],

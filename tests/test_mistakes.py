@@ -89,6 +89,20 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "commit numbers": (lambda: PLAN.commit(graph(), [1, 2]), r"commit takes what plan.find\(gm\) gave.*, not 1"),
     "commit a number": (lambda: PLAN.commit(graph(), 3), r"commit takes what plan.find\(gm\) gave.*, not 3"),
     "find in a model": (lambda: PLAN.find(torch.nn.ReLU()), "find takes an fx.GraphModule, not ReLU"),
+    "explain a model": (lambda: DROP.explain(torch.nn.ReLU()), "explain takes an fx.GraphModule, not ReLU"),
+    "explain a model in a plan": (
+        lambda: PLAN.explain(torch.nn.ReLU(), DROP),
+        r"explain takes an fx.GraphModule, not ReLU; .* for a model torch.compile",
+    ),
+    "explain a rule misspelt": (
+        lambda: PLAN.explain(graph(), "signs.drop_to"),
+        "no rule 'signs.drop_to'; did you mean signs.drop_two",
+    ),
+    "a rule twice in a list": (
+        lambda: RuleSet("s", DROP, DROP),
+        r"set s: signs.drop_two is listed twice; leave one of them out",
+    ),
+    "expect a rule misspelt of a set": (lambda: SIGNS.expect("signs.drop_to"), "did you mean signs.drop_two"),
     "copy a model": (lambda: PLAN.applied(torch.nn.ReLU()), "applied takes an fx.GraphModule, not ReLU"),
     "no such report": (
         lambda: PLAN.apply(graph())["zzz"],
@@ -278,7 +292,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a plan that is a list": (lambda: simulated([MINE], {"tp": 2}), "the plan is a list; pass a Parallelism, or sev"),
     "a mesh that is a number": (lambda: simulated(MINE, 2), "the mesh is a int; pass a DeviceMesh, or for simulated"),
-    "a mesh without numbers": (lambda: simulated(MINE, {"tp": "2"}), "'2' is no number of ranks; pass an int"),
+    "a mesh without numbers": (lambda: simulated(MINE, {"tp": "2"}), "'2' is not a number of ranks; pass an int"),
     "a glob that is None": (lambda: param(None), r"param\(None\): a glob is a text, as in param\('"),
     "a dimension that is a text": (
         lambda: simulated(Parallelism("mine", axis="tp", place={param("weight"): Shard("0")}), {"tp": 2}),

@@ -135,7 +135,7 @@ def test_sets_that_share_a_rule_are_used_together() -> None:
     assert report[shared.id].rewrites == 2
     RuleSet("s", RuleSet("r", step), RuleSet("t", step))
     for members in ((shared, shared), (again, again), (step, step)):
-        with pytest.raises(RuleDefinitionError, match="is defined twice"):
+        with pytest.raises(RuleDefinitionError, match="is listed twice; leave one of them out"):
             RuleSet("s", *members)
 
 

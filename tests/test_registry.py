@@ -223,7 +223,7 @@ def test_a_wrong_name_says_what_was_tried_and_what_exists(folder: Path, ship: Ca
     with pytest.raises(RegistryError) as error:
         load("mine.use_sulu")
     for said in (
-        "'mine.use_sulu' is no registered rule set",
+        "'mine.use_sulu' is neither a registered rule set",
         "did you mean 'mine.use_silu'",
         "mine_set",
         "file.py:OBJECT",

@@ -135,9 +135,10 @@ def _config_class(model_type: str) -> Any:
     transformers = _transformers()
     known = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known:
+        hub = "nothing is downloaded from a hub; " if "/" in model_type else ""
         raise JobError(
             f"model type {model_type!r} is unknown to transformers {transformers.__version__}"
-            f"{_close(model_type, known)}; give a model_type such as llama, or the path of a config.json"
+            f"{_close(model_type, known)}; {hub}give a model_type such as llama, or the path of a config.json"
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     mappings = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MASKED_LM_MAPPING)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
-from fxrewrite.errors import FxRewriteError, RefusedError, first_line
+from fxrewrite.errors import FxRewriteError, RefusedError, did_you_mean, first_line
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.other_sizes import check_sizes
@@ -43,9 +43,12 @@ def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
     try:
         return lookup_backend(inner)
     except InvalidBackend as error:
-        names = ", ".join(torch._dynamo.list_backends(exclude_tags=()))
+        names = torch._dynamo.list_backends(exclude_tags=())
         brings = f"; pip install {_PACKAGES[inner]}, which brings it" if inner in _PACKAGES else ""
-        raise FxRewriteError(f"inner backend {inner!r} does not exist; torch knows {names}{brings}") from error
+        near = "" if brings else did_you_mean(inner, names)
+        raise FxRewriteError(
+            f"inner backend {inner!r} does not exist{near}; torch knows {', '.join(names)}{brings}"
+        ) from error
 
 
 def backend_name(inner: str | Callable[..., Any]) -> str:

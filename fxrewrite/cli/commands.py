@@ -140,7 +140,9 @@ def apply(arguments: Namespace, say: Say) -> Answer:
     plan = _plan(load(arguments.rules), fixpoint=arguments.fixpoint, expected=dict(arguments.expect))
     subject = load_graph(arguments.graph, arguments.level)
     if _is_program(arguments.output) and subject.program is None:
-        raise UsageError(f"{arguments.output} would be an exported program, but {arguments.graph} is none; use .fx.txt")
+        raise UsageError(
+            f"{arguments.output} would be an exported program, but {arguments.graph} is not one; use .fx.txt"
+        )
     outputs = [path for path in (arguments.output, arguments.page) if path]
     for path in outputs:
         if not path.parent.is_dir():

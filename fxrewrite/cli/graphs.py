@@ -59,12 +59,12 @@ def _exported(path: str) -> torch.export.ExportedProgram:
     if not Path(path).is_file():
         raise GraphError(f"there is no file {path}")
     if not zipfile.is_zipfile(path):  # of which torch 2.15 also writes a log
-        raise GraphError(f"{path} is no exported program: it is not an archive")
+        raise GraphError(f"{path} is not an exported program: it is not an archive")
     try:
         return torch.export.load(path)
     except Exception as error:
         why = named_line(error).partition(" Please check the warnings")[0]
-        raise GraphError(f"{path} is no exported program: {why}") from error
+        raise GraphError(f"{path} is not an exported program: {why}") from error
 
 
 def _called(path: str, function: Callable[[], Any]) -> Any:

@@ -64,7 +64,7 @@ def _operator(name: str) -> Any:
     found = getattr(found, "_opoverload", found)  # what torch.library.custom_op makes
     if not isinstance(found, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         raise UsageError(
-            f"{name} is no operator of torch; write linear, aten::linear, aten::sum.dim_IntList, mine::op, or "
+            f"{name} is not an operator of torch; write linear, aten::linear, aten::sum.dim_IntList, mine::op, or "
             "package.module:OBJECT for one that an import defines"
         )
     return found

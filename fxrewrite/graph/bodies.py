@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.ops import held
 
 
@@ -26,6 +27,15 @@ def bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
             if found is not None and found not in seen:
                 seen.add(found)
                 yield str(node.target), found
+
+
+def require_graph(method: str, gm: object) -> None:
+    """Raise FxRewriteError, with what to write instead, where a method was called with something else than a graph."""
+    if not isinstance(gm, fx.GraphModule):
+        raise FxRewriteError(
+            f"{method} takes an fx.GraphModule, not {type(gm).__name__}; for an exported program there is "
+            "plan.apply_export, for a model torch.compile(model, backend=plan.backend(...))"
+        )
 
 
 def nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:

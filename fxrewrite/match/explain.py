@@ -163,8 +163,8 @@ def _instead(keys: Sequence[str], nodes: Sequence[fx.Node]) -> str:
     function = next((key for key in keys if key.startswith("torch.") and "::" not in key), "")
     if function and any(isinstance(node.target, torch._ops.OpOverload) for node in nodes):
         return (
-            f"; it has ATen overloads, and {function} is no operator but calls some: write these in the pattern, or "
-            "run the plan on Dynamo's graph, by plan.backend(...)"
+            f"; it has ATen overloads, and {function} is not an operator but calls some: write these in the pattern, "
+            "or run the plan on Dynamo's graph, by plan.backend(...)"
         )
     return ""
 

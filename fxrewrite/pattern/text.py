@@ -250,7 +250,7 @@ class _Parser:
         try:
             return torch.device(*(self.read(argument) for argument in node.args))
         except (RuntimeError, TypeError) as error:
-            raise self.error(node, f"{ast.unparse(node)} is no device: {first_line(error)}") from error
+            raise self.error(node, f"{ast.unparse(node)} is not a device: {first_line(error)}") from error
 
     def call(self, node: ast.Call, name: str) -> Any:
         if name in _PREFIXES:

@@ -70,6 +70,8 @@ class MemberSet:
             label, provider = label_of(member), member.provider if isinstance(member, Rule) else provider_of(member)
             first, place = seen.get(label, (None, ""))
             if first is not None and (first is not member or is_repeated):
+                if first is member:
+                    raise RuleDefinitionError(f"set {self.name}: {label} is listed twice; leave one of them out")
                 raise RuleDefinitionError(f"set {self.name}: {label} is defined twice, in {place} and in {provider}")
             seen[label] = member, provider
 

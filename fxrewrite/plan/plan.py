@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from fxrewrite import backends, ops
 from fxrewrite.errors import FxRewriteError, MatchExpectationError, RuleDefinitionError, did_you_mean
-from fxrewrite.graph.bodies import nodes_of
+from fxrewrite.graph.bodies import nodes_of, require_graph
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.garbage import few_collections
@@ -144,7 +144,7 @@ class Plan:
             MatchExpectationError: an expectation does not hold; says how near the nearest place came.
             FixpointError: a fixpoint did not end.
         """
-        _require_graph("apply", gm)
+        require_graph("apply", gm)
         with self._transaction(gm, bodies=bodies) as (edit, report):
             for before, stage in zip((None, *self.stages), self.stages, strict=False):
                 stage.run(edit, context, report, before)
@@ -178,7 +178,7 @@ class Plan:
 
     def applied(self, gm: fx.GraphModule, context: Any = None) -> tuple[fx.GraphModule, Report]:
         """A rewritten copy, and the report; `gm` stays as it is, and shares its parameters with the copy."""
-        _require_graph("applied", gm)
+        require_graph("applied", gm)
         new = copy_module(gm)
         return new, self.apply(new, context)
 
@@ -191,7 +191,7 @@ class Plan:
         Raises:
             RuleDefinitionError: the plan has steps, such as a propagation, whose results its rules read.
         """
-        _require_graph("find", gm)
+        require_graph("find", gm)
         steps = [member.name for stage in self.stages for member in stage.rules.steps()]
         if steps:
             raise RuleDefinitionError(
@@ -218,7 +218,7 @@ class Plan:
             RefusedError: a rule of an atomic set refused.
             MatchExpectationError: an expectation does not hold.
         """
-        _require_graph("commit", gm)
+        require_graph("commit", gm)
         _require_matches(found)
         if isinstance(found, Found) and found.graph != _named_digest(gm):
             raise FxRewriteError("commit: this is not the graph in which the matches were found; find them again")
@@ -358,7 +358,9 @@ class Plan:
     def _rule(self, rule: Rule | str) -> Rule:
         found = rule if isinstance(rule, Rule) else next((r for r in self.rules() if r.id == rule), None)
         if found is None:
-            raise RuleDefinitionError(f"the plan has no rule {rule!r}; it has {', '.join(r.id for r in self.rules())}")
+            known = [rule.id for rule in self.rules()]
+            hint = did_you_mean(rule, known) or f"; it has {', '.join(known)}"
+            raise RuleDefinitionError(f"the plan has no rule {rule!r}{hint}")
         return found
 
     def _unmet(self, rule_id: str, at_least: int, edit: Edit, report: Report) -> str:
@@ -400,14 +402,6 @@ def _named_digest(gm: fx.GraphModule) -> str:
     """A digest of the graph and of the names of its nodes, by which matches are found again."""
     names = " ".join(node.name for node in nodes_of(gm))
     return hashlib.sha256(f"{graph_digest(gm)} {names}".encode()).hexdigest()
-
-
-def _require_graph(method: str, gm: object) -> None:
-    if not isinstance(gm, fx.GraphModule):
-        raise FxRewriteError(
-            f"{method} takes an fx.GraphModule, not {type(gm).__name__}; for an exported program there is "
-            "plan.apply_export, for a model torch.compile(model, backend=plan.backend(...))"
-        )
 
 
 def _require_matches(found: object) -> None:

@@ -109,6 +109,10 @@ class RuleSet(MemberSet):
             precedes=tuple(dict.fromkeys((*self.precedes, *other.precedes))),
         )
 
+    def expect(self, rule_id: str, *, at_least: int = 1) -> Plan:
+        """`self.once().expect(rule_id, at_least=at_least)`."""
+        return self.once().expect(rule_id, at_least=at_least)
+
     def apply(self, gm: fx.GraphModule, context: Any = None) -> Report:
         """`self.once().apply(gm, context)`."""
         return self.once().apply(gm, context)

@@ -213,7 +213,7 @@ def _takes_lists(key: str) -> set[str]:
 def _misplaced(node: ast.expr, captures: tuple[str, ...], in_index: bool = False) -> Iterator[tuple[ast.expr, str]]:
     """What has no meaning in a replacement, and why."""
     if isinstance(node, ast.Name) and node.id not in captures and not (in_index and node.id == "Ellipsis"):
-        yield node, f"{node.id} is no capture of the pattern; it captures {', '.join(captures) or 'nothing'}"
+        yield node, f"{node.id} is not a capture of the pattern; it captures {', '.join(captures) or 'nothing'}"
     elif isinstance(node, ast.Constant) and node.value is ... and not in_index:
         yield node, "... stands for anything; a replacement says what"
     elif isinstance(node, ast.Attribute):

@@ -111,7 +111,7 @@ def _rule(entry: RuleEntry, file: str, imports: Sequence[str]) -> Rule | list[st
     for constraint in constraints:
         unknown = [name for name in constraint.names if name not in (*names, ROOT)]
         if unknown:
-            found = f"{', '.join(unknown)} is no capture of the pattern; it captures {', '.join(names) or 'nothing'}"
+            found = f"{', '.join(unknown)} is not a capture of the pattern; it captures {', '.join(names) or 'nothing'}"
             problems.append(f"where {str(constraint)!r}: {found}")
     try:
         replacement = parse_expression(entry.replace, pattern)

@@ -22,7 +22,7 @@ class MisstatedError(FxRewriteError):
 def check_num_ranks(value: object) -> None:
     """Raise FxRewriteError where `value` is no number of ranks: an int, 1 or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FxRewriteError(f"{value!r} is no number of ranks; pass an int, 1 or more")
+        raise FxRewriteError(f"{value!r} is not a number of ranks; pass an int, 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def check_placement(placement: object, shape: Sequence[Size], of: str) -> None:
     Whether the ranks divide the dimension is not looked at.
     """
     if not isinstance(placement, (Replicate, Shard, Partial)):
-        raise MisstatedError(f"{of}: {placement!r} is no placement; there are Replicate(), Shard(dim) and Partial()")
+        raise MisstatedError(f"{of}: {placement!r} is not a placement; there are Replicate(), Shard(dim) and Partial()")
     if isinstance(placement, Shard) and type(placement.dim) is not int:  # True is no dimension
         raise MisstatedError(f"{of}: Shard({placement.dim!r}): a dimension is an int, counted from the front, from 0")
     if isinstance(placement, Shard) and placement.dim not in range(len(shape)):

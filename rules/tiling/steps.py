@@ -118,7 +118,7 @@ def why_no_step(node: fx.Node) -> str:
     name = key(node)
     if name == _ITEM:
         made = node.all_input_nodes[0]
-        return _why_not_columns(made) if has_trait(made, "split") else f"%{made.name}, {key(made)}, is no step"
+        return _why_not_columns(made) if has_trait(made, "split") else f"%{made.name}, {key(made)}, is not a step"
     if has_trait(node, "slice"):
         return _why_not_columns(node)
     if name == _TO:

@@ -81,8 +81,15 @@ def test_mode_and_options_of_torch_compile_reach_the_inner_backend() -> None:
 
 
 def test_an_inner_backend_that_does_not_exist_is_refused_at_once() -> None:
-    with pytest.raises(AutoSPError, match="inner backend 'indutcor' does not exist; torch knows"):
+    with pytest.raises(AutoSPError, match="inner backend 'indutcor' does not exist; did you mean inductor"):
         autosp("indutcor")
+
+
+def test_a_configuration_in_the_place_of_the_inner_backend_is_refused_with_what_to_write() -> None:
+    with pytest.raises(
+        AutoSPError, match=r"^autosp: inner is an AutoSPConfig.*; write AutoSPBackend\(config\), or autosp"
+    ):
+        autosp(AutoSPConfig())  # pyright: ignore[reportArgumentType]
 
 
 def test_options_of_inductor_are_set_for_what_this_backend_compiles_and_nothing_else() -> None:

@@ -149,7 +149,7 @@ def test_an_id_for_the_whole_sequence_is_no_sequence() -> None:
 
 @pytest.mark.parametrize("num_ranks", [0, -1, 2.0, "2", True, None])
 def test_number_of_ranks(num_ranks: Any) -> None:
-    message = re.escape(f"{num_ranks!r} is no number of ranks; pass an int, 1 or more")
+    message = re.escape(f"{num_ranks!r} is not a number of ranks; pass an int, 1 or more")
     with pytest.raises(AutoSPError, match=message):
         dry_run(Tiny(), {"ids": IDS}, num_ranks=num_ranks)
     with pytest.raises(FxRewriteError, match=message):

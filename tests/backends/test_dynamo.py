@@ -170,7 +170,8 @@ def test_unknown_graphs_and_backends_are_refused_at_once() -> None:
         FxRewriteError, match='graph=\'fx\' is not a graph that a backend rewrites; pass "torch" or "aten"'
     ):
         RewritingBackend(plan().apply, "eager", graph="fx")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(FxRewriteError, match=r"inner backend 'inductr' does not exist; torch knows .*inductor"):
+    said = r"inner backend 'inductr' does not exist; did you mean inductor\?; torch knows .*aot_eager"
+    with pytest.raises(FxRewriteError, match=said):
         RewritingBackend(plan().apply, "inductr")
 
 

@@ -79,7 +79,9 @@ def test_a_function_that_calls_operators_is_not_in_a_graph_of_overloads() -> Non
     pattern = trace(lambda x: F.softsign(x))
     assert "F.softsign" not in str(explain(pattern, fx.symbolic_trace(lambda x: torch.relu(x)).graph.nodes))
     text = str(explain(pattern, make_fx(lambda x: F.softsign(x))(torch.ones(2)).graph.nodes))
-    assert "it has ATen overloads, and torch.nn.functional.softsign is no operator but calls some: write these" in text
+    assert (
+        "it has ATen overloads, and torch.nn.functional.softsign is not an operator but calls some: write these" in text
+    )
 
 
 def test_a_list_stands_in_a_graph_of_overloads_as_its_parts() -> None:

@@ -130,7 +130,7 @@ class TotalOf:
             return len(items)
         numbers = [self.of.read({self.name: item}) for item in items]
         if not all(map(_is_number, numbers)):
-            raise NoAnswerError(f"{self.name} is {items!r}, which has items that are no numbers")
+            raise NoAnswerError(f"{self.name} is {items!r}, which has items that are not numbers")
         return sum(numbers)
 
     def said(self, found: Any) -> str:

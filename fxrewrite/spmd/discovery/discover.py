@@ -184,7 +184,9 @@ def _overloads(target: Any) -> list[torch._ops.OpOverload]:
     elif isinstance(target, torch._ops.OpOverloadPacket):
         found = [getattr(target, name) for name in target.overloads()]
     else:
-        raise SampleError(f"{ops.key(target)} is no operator of torch.ops; only those have a schema to call them by")
+        raise SampleError(
+            f"{ops.key(target)} is not an operator of torch.ops; only those have a schema to call them by"
+        )
     if all(overload._schema.is_mutable for overload in found):
         raise SampleError(f"{ops.key(target)} writes to its arguments; layout rules are for operators that do not")
     return [overload for overload in found if not overload._schema.is_mutable]

@@ -79,7 +79,7 @@ def _argument(node: ast.expr, text: str) -> Any:
         return ast.literal_eval(node)
     except ValueError as error:
         raise SampleError(
-            f"arguments {text!r}: {ast.unparse(node)} is no tensor such as f(4, 6), number, list, text or dtype"
+            f"arguments {text!r}: {ast.unparse(node)} is not a tensor such as f(4, 6), number, list, text or dtype"
         ) from error
 
 
@@ -89,7 +89,7 @@ def _tensor(node: ast.Call, text: str) -> TensorSpec:
     below = [_size(keyword.value) for keyword in node.keywords if keyword.arg == "below"]
     if kind not in ("f", "c", "i", "b") or None in sizes or len(below) != len(node.keywords) or None in below:
         raise SampleError(
-            f"arguments {text!r}: {ast.unparse(node)} is no tensor; write f(4, 6), c(4, 6), b(4, 6) or "
+            f"arguments {text!r}: {ast.unparse(node)} is not a tensor; write f(4, 6), c(4, 6), b(4, 6) or "
             "i(4, 6, below=10)"
         )
     return TensorSpec(kind, tuple(size for size in sizes if size is not None), *(b for b in below if b))

@@ -159,7 +159,9 @@ class LayoutRule:
                 f"{self.parts!r}"
             )
         if others := self.parts.keys() - set(self.ops):
-            raise RuleDefinitionError(f"layout rule {self.id}: parts of {min(others)}, which is none of its operators")
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: parts of {min(others)}, which is not one of its operators"
+            )
         if not callable(self.neutral) and self.neutral not in ("zeros", ""):
             raise RuleDefinitionError(
                 f"layout rule {self.id}: neutral={self.neutral!r} is neither 'zeros' nor a function"

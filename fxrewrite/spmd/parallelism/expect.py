@@ -28,7 +28,7 @@ KINDS: dict[object, CollectiveKind] = {
 }
 _CAUSES = {
     True: "if the model has more in it than the plan speaks of, as adapters, state in the plan what it sends",
-    False: "if the plan cuts nothing of a part, as of a mixer that is no attention, place its parameters, or state in "
+    False: "if the plan cuts nothing of a part, as of a mixer that is not attention, place its parameters, or state in "
     "the plan what it sends",
 }
 """What may be the cause where there are more collectives than expected, and where there are fewer."""

@@ -156,6 +156,11 @@ def test_dropout_is_set_to_zero_and_named() -> None:
     ("model", "overrides", "message"),
     [
         ("lama", {}, r"model type 'lama' is unknown to transformers .* \(close: llama, .*; give a model_type"),
+        (
+            "meta-llama/Llama-3.2-1B",
+            {},
+            r"nothing is downloaded from a hub; give a model_type such as llama, or the path",
+        ),
         ("clip", {}, "model type 'clip' has no causal or masked language model"),
         ("gone.json", {}, "model gone.json cannot be read: No such file"),
         ("llama", {"hiden_size": 1}, r"--set hiden_size: .* llama has no such key \(close: hidden_size"),

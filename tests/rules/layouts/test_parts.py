@@ -267,7 +267,7 @@ def test_parts_that_raise_or_give_another_shape_are_errors_of_the_rule() -> None
         plan = RuleSet("mine", PropagatePlacements("layouts", rules)).once()
         with fake_mesh((2,), ("sp",)) as mesh, pytest.raises(RuleDefinitionError, match=said):
             try_placements(aten.prod.dim_int, (numbers(4, 6), 1), {}, [Shard(1)], axis=axis_of(mesh, "sp"), plan=plan)
-    with pytest.raises(RuleDefinitionError, match=r"mine\.prod: parts of aten::sum, which is none of its operators"):
+    with pytest.raises(RuleDefinitionError, match=r"mine\.prod: parts of aten::sum, which is not one of its operators"):
         LayoutRule("mine.prod", ("aten::prod",), "a !b -> a", parts={"aten::sum": halve})
 
 

@@ -168,7 +168,7 @@ def test_a_rule_that_asks_for_more_is_safe() -> None:
         (aten.zeros, "[4, 6]", "aten::zeros is given no tensor"),
         (aten.item, "f(1)", "aten::item gives more than tensors"),
         (aten.upsample_nearest2d, None, "aten::upsample_nearest2d takes none of the arguments tried"),
-        (torch.relu, "f(4, 6)", "aten::relu is no operator of torch.ops"),
+        (torch.relu, "f(4, 6)", "aten::relu is not an operator of torch.ops"),
         (aten.stack, f"[{', '.join(['f(2, 2, 2, 2)'] * 6)}]", "too many dimensions of one size"),
     ],
     ids=lambda value: str(value)[:30],
@@ -271,8 +271,8 @@ def test_the_command_ends_with_1_for_a_false_rule_and_2_for_a_mistake(
     assert "note: gradients were not compared: RuntimeError: Trying to backward through" in out
     assert out.endswith("its operator has no registered rule\n")
     for argv, said in [
-        (["discover", "no_such_operator"], "no_such_operator is no operator of torch"),
-        (["discover", "relu", "--args", "f(x)"], "f(x) is no tensor"),
+        (["discover", "no_such_operator"], "no_such_operator is not an operator of torch"),
+        (["discover", "relu", "--args", "f(x)"], "f(x) is not a tensor"),
         (["discover", "relu", "--layouts", f"{file}:twice"], "expected LayoutRules"),
         (["table", "--update", str(file)], "<!-- layout rules -->"),
     ]:

@@ -148,7 +148,7 @@ def refused(rules: RuleSet, context: Any = None) -> str:
         (plan({param("mlp.up.weight"): Shard(2)}), "S(2) of a value with 2 dimensions"),
         (plan({param("mlp.up.weight"): Shard(-1)}), "a dimension is counted from the front"),
         (plan({param("mlp.up.weight"): Partial()}), "an input cannot be held as P(sum)"),
-        (plan({param("mlp.up.weight"): 0}), "0 is no placement"),  # pyright: ignore[reportArgumentType]
+        (plan({param("mlp.up.weight"): 0}), "0 is not a placement"),  # pyright: ignore[reportArgumentType]
         (plan({param("mlp.up.weight"): Shard(0, outer=5)}), "tp=2 ranks do not divide S(0, outer=5)"),
         (
             plan({module_output("mlp.up"): Shard(1, outer=4, inner=2, uneven=True)}),
