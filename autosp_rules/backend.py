@@ -39,11 +39,12 @@ log = logging.getLogger(__name__)
 
 
 ADVICE = Advice(
-    inputs="pass the same whole batch on every rank of the axis: sample by the data axis, as "
-    "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh.get_local_rank('dp')), or let "
-    "autosp_rules.integrations share a trainer's batches",
-    parameters="average gradients over all ranks, those of this axis too, or compile with autosp(gradients='done'); "
-    "and start every rank from the same checkpoint",
+    inputs="pass the same whole batch on every rank of the axis: if it is random, call torch.manual_seed(seed) with "
+    "one seed; sample by the data axis, as DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
+    "rank=mesh.get_local_rank('dp')); or let autosp_rules.integrations share a trainer's batches",
+    parameters="start every rank with equal weights, by one torch.manual_seed(seed) before the model is made or from "
+    "one checkpoint; and average gradients over all ranks, those of this axis too, or compile with "
+    "autosp(gradients='done')",
     generators="seed all ranks alike, torch.manual_seed(seed), and let what only some ranks draw, such as a data "
     "loader's order, draw by a torch.Generator of its own",
 )

@@ -66,6 +66,7 @@ REFUSALS: dict[str, tuple[list[str], ...]] = {
     "different_batches": both(
         "rank {rank} and rank {other} do not make the same call; first difference: line",
         "ids: int64[2, 16] ",
+        "if it is random, call torch.manual_seed(seed) with one seed",
         BY_THE_DATA,
     ),
     "one_rank_does_not_compile": (
@@ -82,7 +83,11 @@ REFUSALS: dict[str, tuple[list[str], ...]] = {
     "later_hidden_states_that_differ": both("differ in input hidden of call 3 of", BY_THE_DATA),
     "differences_that_nobody_asks_for": (DONE, DONE),
     "a_second_derivative": both("a gradient of a compiled program is differentiated again"),
-    "weights_that_drift_apart": both("differ in parameter embed.weight of call 2", "'done'"),
+    "weights_that_drift_apart": both(
+        "differ in parameter embed.weight of call 2",
+        "start every rank with equal weights, by one torch.manual_seed(seed) before the model is made",
+        "'done'",
+    ),
     "a_model_without_a_sequence_in_parts": both("no sequence found in any of the 2 graphs that were compiled"),
     "a_part_that_a_model_calls_several_times": (DONE, DONE),
     "a_last_batch_that_differs": both("differ in input ids of call 2 of a program", BY_THE_DATA),

@@ -38,7 +38,8 @@ from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankCheck
 ADVICE = Advice(
     inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
     "rank has its own",
-    parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
+    parameters="start every rank with equal weights, by one torch.manual_seed(seed) before the model is made or from "
+    "one checkpoint, and step every rank by the same optimizer",
     generators="seed all ranks of the axis alike, before the model is made and before it is called",
 )
 _SAME_PARAMETERS = (

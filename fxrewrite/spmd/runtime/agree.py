@@ -20,7 +20,7 @@ from fxrewrite.spmd.placement import Axis
 _GONE = "gone"
 """In place of the digest of a rank that waited for others in vain, and does not come to what they agree on later."""
 _SAME_GRAPHS = (
-    "give every rank the same model and batches of the same shape; a model that goes through a set does so in another "
+    "give every rank the same model and batches of the same shape; a model that iterates over a set does so in another "
     "order in each process"
 )
 _KEPT = 2
