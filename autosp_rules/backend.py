@@ -33,6 +33,7 @@ from fxrewrite.backends import (
     keep_graph_whole_under_ddp,
     refuse_precompile,
 )
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import Advice, Axis, Border, ChunkedTensor, Program, SpmdBackend, axis_of
 
 log = logging.getLogger(__name__)
@@ -192,8 +193,8 @@ class AutoSPBackend(SpmdBackend[AutoSPReport]):
         gathered = sum(report.bytes_gathered_at_break for report in breaks)
         rows = [f"AutoSP over axis {self.config.axis}: {len(self.reports)} graphs compiled, {len(sharded)} sharded"]
         if breaks:
-            rows.append(f"{len(breaks)} graph breaks, at which {gathered:,} bytes are gathered on each rank:")
-            rows += [f"  {report.graph_break}: {report.bytes_gathered_at_break:,} bytes" for report in breaks]
+            rows.append(f"{len(breaks)} graph breaks, at which {bytes_text(gathered)} are gathered on each rank:")
+            rows += [f"  {report.graph_break}: {bytes_text(report.bytes_gathered_at_break)}" for report in breaks]
         return "\n".join(rows)
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import product, size_hint, source_line
 from fxrewrite.ops import bind, fake_value
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import Size
 from rules.attention.by_rows import ATTENTION_BY_ROWS, why_not_by_rows
 from rules.attention.flex import MaskKernel, is_lowered, why_not_flex
@@ -46,7 +47,7 @@ class MaskedAttention(Event, frozen=True):
     def _said(self) -> str:
         match self.computed:
             case "dense":
-                return f"dense: {self.why}; {self.num_bytes:,} bytes at {_LONG:,} tokens"
+                return f"dense: {self.why}; {bytes_text(self.num_bytes)} at {_LONG:,} tokens"
             case "flex":
                 return f"{self.mask}, by flex attention"
             case "rows":

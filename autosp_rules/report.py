@@ -52,18 +52,16 @@ class AutoSPReport(ProgramReport):
         return report.at_break(graph_break, 0)
 
     def __str__(self) -> str:
-        rows = [f"AutoSP over axis {self.axis} (size {self.num_ranks}), {self.tokens_per_rank} tokens per rank"]
-        rows += [f"  {event}" for event in self.events_of(MemoryFitted)]
-        if self.whole_share:
-            rows.append(f"  whole                {self.whole_share:.1%} of the work of matrix products is every rank's")
+        tokens = f"{self.tokens_per_rank:,} tokens per rank"
+        rows = [f"AutoSP over axis {self.axis} (size {self.num_ranks}), {tokens}, made in {self.seconds:.2f} s"]
+        first = MemoryFitted, LeftAlone, ProductsWhole
+        rows += [f"  {event}" for event in self.events if isinstance(event, first)]
         rows += self._break_line()
-        rows.append(f"  transform            {self.seconds:.2f} s")
-        rows += [f"  rule  {rule:<40} {count:>6}" for rule, count in self.rewrites.items()]
-        rows.append(f"  slices {self.slices:>46}")
-        rows += [f"  {collective}" for collective in self.collectives]
-        rows.append(f"  refusals             {len(self.refusals)}")
-        rows += [f"    {refusal}" for refusal in self.refusals]
-        rows += [f"  note: {event}" for event in self.events if not isinstance(event, MemoryFitted)]
+        rows += [f"  refused: {refusal}" for refusal in self.refusals] or ["  nothing was refused"]
+        rows += [f"  {event}" for event in self.events if not isinstance(event, first)]
+        rows += [f"  {collective}" for collective in self.collectives] or ["  nothing is sent"]
+        rows.append(f"  {self.slices} slices, and of each rule so many rewrites:")
+        rows += [f"    {rule:<40} {count:>6}" for rule, count in self.rewrites.items()]
         return "\n".join(rows)
 
 

@@ -15,6 +15,7 @@ from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Event
 from fxrewrite.ops import mutated
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import Axis, Border, SpmdContext, lowered
 
 NO_SEQUENCE_HINT = (
@@ -89,4 +90,4 @@ class Offloaded(Event, frozen=True):
     min_bytes: int
 
     def __str__(self) -> str:
-        return f"offload: kept values of {self.min_bytes:,} bytes and more wait in host memory for backward"
+        return f"offload: kept values of {bytes_text(self.min_bytes)} and more wait in host memory for backward"

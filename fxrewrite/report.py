@@ -33,6 +33,12 @@ from pydantic import (
 from fxrewrite.errors import FxRewriteError, Refusal, RuleDefinitionError, did_you_mean
 
 
+def bytes_text(num_bytes: int) -> str:
+    """Returns bytes for a reader: below 1 MiB each of them, else in the largest unit of which there is one or more."""
+    unit = next((power for power in (4, 3, 2) if num_bytes >= 1024**power), 0)
+    return f"{num_bytes / 1024**unit:,.4g} {'KMGT'[unit - 1]}iB" if unit else f"{num_bytes:,} bytes"
+
+
 class Event(BaseModel, frozen=True, extra="forbid"):
     """Something worth saying about what a plan did; a subclass for each kind, `str(event)` is its sentence.
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from fxrewrite.errors import Reason, Refusal, RuleDefinitionError
-from fxrewrite.report import Event, Note, Report, RuleReport
+from fxrewrite.report import Event, Note, Report, RuleReport, bytes_text
 
 
 class Counted(Event, frozen=True):
@@ -110,3 +110,17 @@ def test_a_snapshot_has_no_times(fx_snapshot) -> None:
     for kind in (Reason.EFFECT, Reason.DRAW, Reason.EFFECT):
         entry.refuse(Refusal(rule="a.first", reason=f"{kind} {len(entry.refusals)}", node="x", kind=kind))
     assert report == fx_snapshot
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (0, "0 bytes"),
+        (2**20 - 1, "1,048,575 bytes"),
+        (2**20, "1 MiB"),
+        (338_228_674_560, "315 GiB"),
+        (2**52, "4,096 TiB"),
+    ],
+)
+def test_bytes_are_said_in_the_unit_of_their_size(num_bytes: int, said: str) -> None:
+    assert bytes_text(num_bytes) == said

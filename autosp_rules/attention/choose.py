@@ -20,6 +20,7 @@ from autosp_rules.config import AttentionOption
 from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import source_line
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import Axis, Shard, SpmdContext, choose, placement_of, redistribute, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
@@ -90,8 +91,8 @@ class AttentionRuns(Event, frozen=True):
     def __str__(self) -> str:
         first = f"the first is %{self.first} {self.source}".rstrip()
         return (
-            f"attention: {self.num_calls} x {self.strategy}: {self.why}; each sends {self.bytes_sent:,} bytes per rank "
-            f"forward; {first} ({self.others})"
+            f"attention: {self.num_calls} x {self.strategy}: {self.why}; each sends {bytes_text(self.bytes_sent)} "
+            f"per rank forward; {first} ({self.others})"
         )
 
 

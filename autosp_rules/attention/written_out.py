@@ -19,6 +19,7 @@ from autosp_rules.config import AttentionOption
 from fxrewrite import Edit, Event, Report, Rule
 from fxrewrite.graph import product, reached, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import Size
 from rules.attention import from_flash, from_flex
 from rules.attention.flex_operator import FLEX_ATTENTION
@@ -44,7 +45,7 @@ class AttentionWrittenOut(Event, frozen=True):
     def __str__(self) -> str:
         where = f"%{self.first} {self.source}".rstrip()
         asked = "" if self.asked == "auto" else f" without {self.asked}, which was asked for"
-        held = f"its scores take {self.num_bytes:,} bytes over all ranks"
+        held = f"its scores take {bytes_text(self.num_bytes)} over all ranks"
         if not self.is_bent:
             held += " (scaled_dot_product_attention holds none; in transformers, attn_implementation='sdpa')"
         left = f"{self.num_calls} x written out by the model, and left so{asked}: expected {self.why}"

@@ -34,6 +34,7 @@ from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Edit, Event, Report, RuleSet, graph_text
 from fxrewrite.backends import OVERLAP, RECOMPUTE_LATE, StepMemory, step_memory
 from fxrewrite.ops import tensors_of
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import fix_rank
 from rules.tiling.tiles import TILE_BYTES
 
@@ -71,12 +72,6 @@ def _only_loss_tile(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return {**one, "loss_tile": 0} == {**other, "loss_tile": 0}
 
 
-def _shown(num_bytes: int) -> str:
-    """Returns the bytes in the largest binary unit of which there is one or more."""
-    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if num_bytes >= _UNITS[unit]), "B")
-    return f"{num_bytes / _UNITS[unit]:,.4g} {unit}"
-
-
 def _said(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
@@ -100,14 +95,15 @@ class MemoryFitted(Event, frozen=True):
     unknown: tuple[str, ...] = Field(default=(), description="operators whose inside is not counted")
 
     def __str__(self) -> str:
-        why = "; ".join(f"{settings} would take {_shown(peak)}" for settings, peak in self.too_large.items())
+        why = "; ".join(f"{settings} would take {bytes_text(peak)}" for settings, peak in self.too_large.items())
         inside = f"may be exceeded, as the inside of {', '.join(self.unknown)} cannot be counted without data: "
         said = (
-            f"memory: {inside if self.unknown else ''}{_shown(self.peak)} of {_shown(self.budget)} "
+            f"memory: {inside if self.unknown else ''}{bytes_text(self.peak)} of {bytes_text(self.budget)} "
             f"with {_said(self.settings)}"
             + (f", as {why}" if why else ", the fastest")
-            + f"; {_shown(self.given)} are parameters, buffers and the batch, {_shown(self.gradients)} gradients; "
-            f"the peak is at %{self.at}; estimated in {self.seconds:.1f} s from {self.num_traces} traces"
+            + f"; {bytes_text(self.given)} are parameters, buffers and the batch, "
+            f"{bytes_text(self.gradients)} gradients; the peak is at %{self.at}; "
+            f"estimated in {self.seconds:.1f} s from {self.num_traces} traces"
         )
         if self.is_guess:
             said += "; which values inductor fuses is a guess, measured peaks were 0.65 to 1.18 of such estimates"
@@ -150,9 +146,8 @@ class FitMemory:
     def text(self) -> str:
         given = {name: getattr(self._config, name) for name in DECIDED if name in self._given}
         kept = f", with {_said(given)}" if given else ""
-        return (
-            f"the loss, layers and MLPs by the fastest settings whose step takes at most {_shown(self._budget)}{kept}"
-        )
+        most = bytes_text(self._budget)
+        return f"the loss, layers and MLPs by the fastest settings whose step takes at most {most}{kept}"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         """Chooses, adds a line to the report, runs the rules, and returns their number of changes."""
@@ -208,15 +203,16 @@ class FitMemory:
         """The error that says how much is needed, and what would fit."""
         memory, budget = least.memory, self._budget
         fixed = memory.given + memory.gradients
-        held = f"{_shown(memory.given)} are parameters, buffers and the batch, {_shown(memory.gradients)} gradients"
+        given, gradients = bytes_text(memory.given), bytes_text(memory.gradients)
+        held = f"{given} are parameters, buffers and the batch, {gradients} gradients"
         if budget <= fixed:
             return AutoSPError.of(
-                f"memory={_shown(budget)}: with any settings and any length, {held}",
+                f"memory={bytes_text(budget)}: with any settings and any length, {held}",
                 hint="shard them, as docs/training.md says",
             )
         reason = (
-            f"memory={_shown(budget)}: the smallest peak of a step is {_shown(memory.peak)}, at %{memory.at}, with "
-            f"{_said(least.settings)}: {held}"
+            f"memory={bytes_text(budget)}: the smallest peak of a step is {bytes_text(memory.peak)}, at %{memory.at}, "
+            f"with {_said(least.settings)}: {held}"
         )
         share = (budget - fixed) / max(memory.peak - fixed, 1)
         tokens, ranks = tokens_per_rank(edit.gm) * context.axis.size, context.axis.size
@@ -299,7 +295,7 @@ class _Search:
         text = checkpoint_text(program) + graph_text(program)
         known = self.traced.get(text)
         if known is None or (limit is None and known.is_guess):
-            fix_rank(program, 0)  # sizes are those of every rank, and so are decisions
+            fix_rank(program, lambda _: 0)  # sizes are those of every rank, and so are decisions
             options = {**self.options, **(RECOMPUTE_LATE if checkpoint_text(program) else {})}
             self.traced[text] = step_memory(program, self.compiler, options, limit=limit)
         found = next((event.found for event in report.events_of(Checkpointed)), None)

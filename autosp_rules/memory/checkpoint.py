@@ -49,6 +49,7 @@ from autosp_rules.memory.costs import (
 from fxrewrite import Edit, Event, Report
 from fxrewrite.graph import in_canonical_order, is_recomputed, may_go_backward
 from fxrewrite.ops import is_pure, is_random, key
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention.flops import ATTENTION_KEYS
 
@@ -150,9 +151,9 @@ class Recomputation(BaseModel, frozen=True, extra="forbid"):
 
     def __str__(self) -> str:
         what = ", ".join(f"{count} x {name}" for name, count in self.operators.items()) or "cheap values"
-        sent = f"sent again are {self.num_sent} values of {self.bytes_sent:,} bytes"
+        sent = f"sent again are {self.num_sent} values of {bytes_text(self.bytes_sent)}"
         return (
-            f"{self.num_layers} layers keep {self.kept_bytes // self.num_layers:,} bytes each, "
+            f"{self.num_layers} layers keep {bytes_text(self.kept_bytes // self.num_layers)} each, "
             f"{self.kept_bytes / self.input_bytes:.2f} hidden sizes per token where all is "
             f"{self.read_bytes / self.input_bytes:.2f}; recomputed are {what}: {self.share:.1%} of the step's "
             f"operations; {sent if self.num_sent else 'nothing is sent again'}"
@@ -172,7 +173,7 @@ class Checkpointed(Event, frozen=True):
     def __str__(self) -> str:
         said = str(self.found or self.why)
         if self.found is not None and isinstance(self.option, int) and self.found.kept_bytes > self.option:
-            said += f"; the inputs of the layers alone take {self.found.kept_bytes:,} bytes, more than the budget"
+            said += f"; the inputs of the layers alone take {bytes_text(self.found.kept_bytes)}, more than the budget"
         if self.num_own:
             said += f"; {self.num_own} x a layer that checkpoints by itself keeps its own choice"
         return f"checkpoint={self.option!r}{self.planned}: {said}"

@@ -18,6 +18,7 @@ from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import Fact, is_same_size, source_line
 from fxrewrite.ops import bind, has_trait, is_view, key, value
+from fxrewrite.report import bytes_text
 from rules.tiling.tiles import TILE_BYTES
 
 _SPELLED = {"aten::log_softmax", "aten::logsumexp"}
@@ -60,7 +61,7 @@ class LogitsHeld(Event, frozen=True):
     def __str__(self) -> str:
         return (
             f"whole: %{self.node} {self.source}: its loss is not computed in tiles, and a rank holds "
-            f"{self.num_bytes:,} bytes of logits{self.planned}; rules.tiling.loss says what it matches"
+            f"{bytes_text(self.num_bytes)} of logits{self.planned}; rules.tiling.loss says what it matches"
         )
 
 
@@ -113,7 +114,7 @@ class FindHeldLogits:
         return 0
 
     def text(self) -> str:
-        return f"an event where a rank holds more than {self._tile_bytes:,} bytes of dropped logits"
+        return f"an event where a rank holds more than {bytes_text(self._tile_bytes)} of dropped logits"
 
 
 def _no_output(head: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> LogitsNoOutput:

@@ -31,6 +31,7 @@ from autosp_rules.memory.costs import (
 from fxrewrite import Edit, Event, Report, RuleSet, where
 from fxrewrite.graph import Fact, is_recomputed, source_line
 from fxrewrite.ops import bind, key
+from fxrewrite.report import bytes_text
 from rules.tiling.mlp import Mlp, mlp_of, tiled_mlp_rules
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile
 
@@ -65,7 +66,7 @@ class MlpsTiled(Event, frozen=True):
         held = self.inside_bytes * self.tile_rows // self.num_rows
         return (
             f"mlp_tile={self.option!r}{self.planned}: {self.num_mlps} x an MLP in tiles of {self.tile_rows:,} rows: "
-            f"{held:,} bytes are held inside, not {self.inside_bytes:,} of all {self.num_rows:,} rows"
+            f"{bytes_text(held)} are held inside, not {bytes_text(self.inside_bytes)} of all {self.num_rows:,} rows"
         )
 
 
@@ -151,7 +152,7 @@ class _Held:
         inside = self.inside(mlp)
         rest = self._of_layers[inner[0].meta.get("ac_graph_id")] - inside
         if inside <= rest:
-            return f"{inside:,} bytes are held inside, and {rest:,} bytes of the rest of its layer"
+            return f"{bytes_text(inside)} are held inside, and {bytes_text(rest)} of the rest of its layer"
         return ""
 
     def _is_kept(self, node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from fxrewrite.backends import Regions
-from fxrewrite.report import Event
+from fxrewrite.report import Event, bytes_text
 
 
 class AtBorder(Event, frozen=True):
@@ -39,7 +39,7 @@ class OutputSharded(Event, frozen=True):
 
     def __str__(self) -> str:
         if self.is_deferred:
-            when = f"is gathered when it is first used, {self.num_bytes:,} bytes on each rank"
+            when = f"is gathered when it is first used, {bytes_text(self.num_bytes)} on each rank"
             return f"output %{self.node} {self.shape} {self.placement} over {self.axis} {when}"
         last = f"the last {self.num_padding} of {self.num_held} entries, at the end of the last ranks, are padding"
         padding = f", and {last}" if self.num_padding else ""
@@ -59,7 +59,7 @@ class ZerosHeld(Event, frozen=True):
         more = f" and {len(others)} more" if others else ""
         return (
             f"outputs %{first}{more}: a step that does not use them holds zeros in the place of their gradients, "
-            f"{self.num_bytes:,} bytes on each rank; return them detached, or not at all"
+            f"{bytes_text(self.num_bytes)} on each rank; return them detached, or not at all"
         )
 
 
@@ -84,7 +84,7 @@ class Gathered(_AtNode, frozen=True):
 
     def __str__(self) -> str:
         rest = ", and what depends on data" if self.is_more else ""
-        return f"gathered: {self._where}: {self.why} ({self.num_bytes:,} bytes{rest} whole on each rank)"
+        return f"gathered: {self._where}: {self.why} ({bytes_text(self.num_bytes)}{rest} whole on each rank)"
 
 
 class Drawn(_AtNode, frozen=True):

@@ -27,6 +27,7 @@ from torch import fx
 from fxrewrite import Edit, Event, FxRewriteError, Report
 from fxrewrite.graph import source_line
 from fxrewrite.ops import fake_value
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import (
     Gathered,
     Partial,
@@ -63,7 +64,7 @@ class TokensToExperts(Event, frozen=True):
     def __str__(self) -> str:
         sent = {"all_to_all": self.all_to_all_bytes, "gather": self.gather_bytes}
         other = "gather" if self.by == "all_to_all" else "all_to_all"
-        said = f"{self.by}, {sent[self.by]:,} bytes from each rank ({other}: {sent[other]:,}): {self.why}"
+        said = f"{self.by}, {bytes_text(sent[self.by])} from each rank ({other}: {bytes_text(sent[other])}): {self.why}"
         return f"tokens to experts: %{self.node} {self.source}: {said}"
 
 

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.graph import Size, product
 from fxrewrite.ops import bind, fake_value, has_trait, key, vjp_inside
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd import Call, declare_product
 from rules.tiling.steps import dtype_after, keeps_columns, run_steps, step_of, why_no_step, without_last_cast
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
@@ -370,7 +371,7 @@ def _takes_more_than(tile_bytes: int | None) -> Any:
         assert isinstance(head, _Head), "the guard before has looked"
         taken = value.numel() * value.element_size()
         is_more = is_more_than_a_tile(taken, _tile_of(head, value.dtype) if tile_bytes is None else tile_bytes)
-        return is_more or f"the logits, {taken:,} bytes, fit into a tile"
+        return is_more or f"the logits, {bytes_text(taken)}, fit into a tile"
 
     return takes_more
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autosp_rules import AutoSPReport
 from autosp_rules.config import AttentionOption
+from fxrewrite.report import bytes_text
 from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, attention_line, check
 
 sdpa = F.scaled_dot_product_attention
@@ -138,4 +139,4 @@ def test_sinks_with_a_mask_that_cannot_be_read(attention: AttentionOption) -> No
 
     (kind,) = kinds(check(Layer(attend, 4, 4), ranks=(2,), attention=attention)[2])
     assert kind.startswith("dense: ")
-    assert kind.endswith(f"; {BATCH * 4 // 2 * 131_072**2 * 8:,} bytes at 131,072 tokens"), "of scores"
+    assert kind.endswith(f"; {bytes_text(BATCH * 4 // 2 * 131_072**2 * 8)} at 131,072 tokens"), "of scores"

@@ -41,6 +41,7 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.modules import matches_glob, module_names
 from fxrewrite.ops import is_parameter, tensors_of
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.parallelism.captured import captured_call
 from fxrewrite.spmd.parallelism.parallelism import Alternatives, AnyPlan, Parallelism, Parallelisms, check_axes
@@ -259,5 +260,7 @@ class _Search:
         price = program_price(program, {name: context.axis.size for name, context in contexts.items()})
         limits = [c.alternatives.most_held for c in self.choices if c.alternatives.most_held is not None]
         if limits and price.held > min(limits):
-            return f"a rank would hold {price.held:,} bytes of parameters, and {min(limits):,} are allowed"
+            return (
+                f"a rank would hold {bytes_text(price.held)} of parameters, and {bytes_text(min(limits))} are allowed"
+            )
         return price

@@ -30,7 +30,7 @@ from fxrewrite.plan import Plan, RuleSet, Step
 from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.members import Member
 from fxrewrite.registry import registered
-from fxrewrite.report import Report
+from fxrewrite.report import Report, bytes_text
 from fxrewrite.rule import Rule
 from fxrewrite.spmd.layouts.registered import joined_layouts
 from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
@@ -113,7 +113,7 @@ class Alternatives:
             f"{name}: {way.name if isinstance(way, Parallelism) else _said(way)}" for name, way in self.ways.items()
         )
         each = f" of each {self.each}" if self.each else ""
-        limit = "" if self.most_held is None else f", with {self.most_held:,} bytes of parameters at most"
+        limit = "" if self.most_held is None else f", with {bytes_text(self.most_held)} of parameters at most"
         return f"alternatives {self.name}{each}, by price{limit}: {'; '.join(said)}"
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.ops import tensors_of
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd.group import CollectiveKind
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 
@@ -54,7 +55,7 @@ class Price:
         return f"{self}, the busiest rank {computes}"
 
     def __str__(self) -> str:
-        return f"sends {round(self.forward):,} bytes forward and {round(self.backward):,} backward"
+        return f"sends {bytes_text(round(self.forward))} forward and {bytes_text(round(self.backward))} backward"
 
 
 def _ratio(price: Price, chosen: Price) -> str:

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import fx
 
-from fxrewrite.report import EventLog, Report
+from fxrewrite.report import EventLog, Report, bytes_text
 from fxrewrite.spmd.events import ProductsWhole
 from fxrewrite.spmd.price.program_price import parameter_bytes
 from fxrewrite.spmd.price.sent import Collective, collectives_of
@@ -40,7 +40,7 @@ class ProgramReport(EventLog):
     def _break_line(self) -> list[str]:
         if not self.graph_break:
             return []
-        return [f"  graph break: {self.graph_break}; {self.bytes_gathered_at_break:,} bytes are gathered there"]
+        return [f"  graph break: {self.graph_break}; {bytes_text(self.bytes_gathered_at_break)} are gathered there"]
 
 
 class SpmdReport(ProgramReport, Report):
@@ -71,7 +71,7 @@ class SpmdReport(ProgramReport, Report):
         whole, others = self.events_of(ProductsWhole), [e for e in self.events if not isinstance(e, ProductsWhole)]
         rows += [f"  {event}" for event in whole]
         rows += self._break_line()
-        rows.append(f"  parameters: {self.parameter_bytes:,} bytes are held by each rank")
+        rows.append(f"  parameters: {bytes_text(self.parameter_bytes)} are held by each rank")
         width = max(map(len, self.axes), default=0)
         rows += [f"  {c.axis:<{width}}  {c}" for c in self.collectives] or ["  nothing is sent"]
         rows += [f"  {event}" for event in others]

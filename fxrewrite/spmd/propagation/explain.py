@@ -16,6 +16,7 @@ from fxrewrite.graph.modules import matches_glob, module_names
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import is_tensor, key
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd.facts import placement_of
 from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
@@ -105,7 +106,7 @@ def _cause(node: fx.Node) -> fx.Node | None:
 def _sent(moved: fx.Node, axis: Axis) -> str:
     src = moved.all_input_nodes[0]
     sent = redistribution_bytes(bytes_held(src), placement_of(src), placement_of(moved), axis.size)
-    return f"each rank sends {sent:,.0f} bytes" if sent else "nothing is sent"
+    return f"each rank sends {bytes_text(round(sent))}" if sent else "nothing is sent"
 
 
 def _step(node: fx.Node, axis: Axis) -> str:

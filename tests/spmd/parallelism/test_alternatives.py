@@ -333,7 +333,7 @@ def test_of_equals_the_first() -> None:
     found = choose("a", {"no": "it is not possible", "one": same, "two": same, "more": Price(9.0, flops=8000.0)})
     assert found.way == "one"
     assert str(found) == (
-        "chosen: a: one, which sends 1 bytes forward and 2 backward (no: it is not possible; "
-        "two: sends 1 bytes forward and 2 backward, the busiest rank computes as much; "
-        "more: sends 9 bytes forward and 0 backward, the busiest rank computes 2.00 x as much)"
+        "chosen: a: one, which sends 1 bytes forward and 2 bytes backward (no: it is not possible; "
+        "two: sends 1 bytes forward and 2 bytes backward, the busiest rank computes as much; "
+        "more: sends 9 bytes forward and 0 bytes backward, the busiest rank computes 2.00 x as much)"
     )
