@@ -19,6 +19,9 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[1]
 TOOLKIT = ("fxrewrite", "rules", "autosp_rules")
 """The packages of this toolkit."""
+_KNOWN_BY_VERSION = ("torch",)
+"""Packages that are installed even where they are a checkout: the version names the commit, and reading them takes
+minutes."""
 
 
 @functools.cache
@@ -35,7 +38,7 @@ def installed(module: str) -> str | None:
         return None
     if package in TOOLKIT and place.parent == _ROOT:
         return package
-    if not any(place.is_relative_to(folder) for folder in _library_folders()):
+    if package not in _KNOWN_BY_VERSION and not _is_in_library(place):
         return None
     try:
         return f"{package} {version(package)}"
@@ -118,6 +121,12 @@ def _place(package: str) -> Path | None:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     found = folders[0] if folders else spec.origin if spec is not None and spec.has_location else None
     return Path(found).resolve() if found else None
+
+
+def _is_in_library(place: Path) -> bool:
+    """Whether a package is in a folder of installed ones, of this environment or of another on the path."""
+    is_of_another = not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+    return is_of_another or any(place.is_relative_to(folder) for folder in _library_folders())
 
 
 @functools.cache

@@ -49,3 +49,13 @@ def test_a_source_counts_with_what_it_imports(tmp_path: Path, monkeypatch: pytes
         assert first != (first := digest())
     assert source_digest("nowhere") is None
     assert not {"near", "start"} & sys.modules.keys()
+
+
+def test_packages_of_another_environment_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of PYTHONPATH or a .pth file: to read all that they import takes minutes."""
+    (folder := tmp_path / "site-packages").mkdir()
+    (folder / "elsewhere.py").write_text("import torch\n")
+    monkeypatch.syspath_prepend(folder)
+    known = installed("elsewhere")
+    assert known is not None
+    assert known.startswith("elsewhere ")
