@@ -27,6 +27,7 @@ from fxrewrite.capture.autocast import ENTER, EXIT, without_autocast
 from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import body_of, nodes_of
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.differentiable import NO_GRADIENTS
 from fxrewrite.graph.source import CHECKPOINT_TAGS
 
 APPLY = torch.ops.higher_order.autograd_function_apply
@@ -118,6 +119,8 @@ class NormalBodies:
         tags = {tag: meta[tag] for tag in CHECKPOINT_TAGS if tag in meta}
         for inner in forward.graph.nodes:
             inner.meta |= tags
+        for body in (forward, backward):
+            body.meta[NO_GRADIENTS] = True
         results = _record(forward, backward, args[2:], options)
         dropped = len(_given(args[0])[0]) - len(_given(forward)[0])
         return (*results, *[None] * dropped)

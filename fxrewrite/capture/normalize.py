@@ -20,12 +20,14 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.capture.autocast import ENTER, EXIT, AutocastRegions, Casting, casts, drop_regions, shield
 from fxrewrite.capture.custom_backward import APPLY, NormalBodies
 from fxrewrite.capture.equal_calls import EqualCalls, Once
 from fxrewrite.capture.functionalize import Functional, functional_writes
+from fxrewrite.capture.opaque_backward import is_opaque, opaque_call
 from fxrewrite.capture.vmap import without_vmap
 from fxrewrite.errors import FxRewriteError, named_line, refuse
 from fxrewrite.graph.copy import copy_module
@@ -210,6 +212,11 @@ class _Inliner(Once):
             return args[0].detach()
         if target is APPLY:
             return self.bodies.call({**self.current.meta, **self.tags}, args, kwargs)
+        if is_opaque(target) and (call := opaque_call(target, args, kwargs, self.current)) is not None:
+            results = self.bodies.call(
+                {**self.current.meta, **self.tags}, (call.forward, call.backward, *call.operands), call.options
+            )
+            return pytree.tree_unflatten(results, call.spec)
         if isinstance(target, HigherOrderOperator) and target is not _FLEX:
             name = target.name()
             refuse(

@@ -11,6 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrewrite import ops
 from fxrewrite.graph.walk import reached
 
+NO_GRADIENTS = "runs_without_gradients"
+"""Metadata key of a graph module that autograd runs without gradients: it is the body of a custom function."""
+
 
 def passed(node: fx.Node) -> Collection[fx.Node]:
     """The operands that a gradient of the node flows to, if they have one: none of `detach`."""
@@ -61,6 +64,9 @@ def is_differentiable(node: fx.Node) -> bool:
 
     Whether the inputs require gradients is known to the caller of the program alone, so all of them count.
     """
+    owner = node.graph.owning_module
+    if owner is not None and owner.meta.get(NO_GRADIENTS):
+        return False
     through = reached([node], lambda found: found.all_input_nodes if _is_passed(found) else ())
     return any(found.op in ("placeholder", "get_attr") and _is_passed(found) for found in through)
 

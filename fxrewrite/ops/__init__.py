@@ -60,6 +60,7 @@ from fxrewrite.ops.modes import (
     without_gradients as without_gradients,
 )
 from fxrewrite.ops.names import (
+    is_imported as is_imported,
     is_of_a_library as is_of_a_library,
     named_operator as named_operator,
     no_operator as no_operator,

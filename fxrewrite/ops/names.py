@@ -37,11 +37,16 @@ def is_of_a_library(target: object) -> bool:
     return is_operator and str(target).partition(".")[0] not in _NAMESPACES_OF_TORCH
 
 
+def is_imported(library: str) -> bool:
+    """Whether something that was imported defines operators of the library, as of "bitsandbytes"."""
+    return any(found.startswith(f"{library}::") for found in torch._C._dispatch_get_all_op_names())
+
+
 def no_operator(name: str) -> str:
     """Returns a message about a name without an operator: the nearest names, or that a library is missing."""
     namespace, separator, operator = name.rpartition("::")
     known = {found.partition(".")[0] for found in torch._C._dispatch_get_all_op_names()}
-    if separator and not any(found.startswith(f"{namespace}::") for found in known):
+    if separator and not is_imported(namespace):
         why = f"; nothing that was imported so far defines operators of {namespace!r}, so import its library first"
     elif elsewhere := sorted(found for found in known if not separator and found.endswith(f"::{operator}")):
         why = f"; did you mean {' or '.join(elsewhere)}?"

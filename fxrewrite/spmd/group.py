@@ -6,7 +6,7 @@ all-gather and reduce-scatter, all-reduce and all-reduce), so autograd runs thro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import torch
@@ -68,17 +68,20 @@ def is_of_rank(number: Any) -> bool:
     return isinstance(number, fx.Node) and any(node.target is axis_rank for node in reached([number], edges))
 
 
-def fix_rank(gm: fx.GraphModule, rank: int | None = None) -> None:
-    """Replace every `axis_rank` of a lowered graph by this rank's number, or by `rank`, which needs no process group.
+def fix_rank(gm: fx.GraphModule, rank_of: Callable[[str], int] = axis_rank) -> None:
+    """Replace every `axis_rank` of a lowered graph and of its bodies by the number that `rank_of` gives for the group:
+    by default this rank's, for which the process group must be there.
 
     Compilers read the number while they trace. In the graph it is a part of AOTAutograd's and inductor's cache keys,
     which tells the ranks' programs apart; a call of ours makes AOTAutograd pass its cache by.
     """
-    for node in gm.graph.find_nodes(op="call_function", target=axis_rank):
-        own = axis_rank(*node.args) if rank is None else rank
-        inline_value(node, own)
-        gm.graph.erase_node(node)
-    gm.recompile()
+    for part in gm.modules():
+        calls = part.graph.find_nodes(op="call_function", target=axis_rank) if isinstance(part, fx.GraphModule) else []
+        for node in calls:
+            inline_value(node, rank_of(*node.args))
+            node.graph.erase_node(node)
+        if isinstance(part, fx.GraphModule) and (calls or part is gm):
+            part.recompile()
 
 
 def positions_of(group_name: str, world_size: int) -> dict[int, int]:

@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxrewrite.capture.custom_backward import APPLY
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.source import with_source
 from fxrewrite.ops import bodies_of_communicating, key
-from fxrewrite.spmd.group import axis_rank, positions_of
+from fxrewrite.spmd.group import axis_rank, fix_rank, positions_of
 from fxrewrite.spmd.placement import Placement, Replicate, Shard, Zigzag, as_placement, check_num_ranks
 from fxrewrite.spmd.propagation.input_placements import Placements, input_placements
 
@@ -247,15 +249,22 @@ class _RankInterpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is axis_rank:
-            (group,) = args
-            if group not in self._positions:
-                self._positions[group] = torch.SymInt(LocalIntNode(positions_of(group, self._num_ranks)))
-            return self._positions[group]
+            return self._position(*args)
+        if target is APPLY:
+            bodies = [copy_module(body) for body in args[:2]]
+            for body in bodies:
+                fix_rank(body, self._position)
+            args = (*bodies, *args[2:])
         if key(target) in _RANK_BY_RANK:
             return _run_rank_by_rank(target, args, kwargs)
         if target is torch.sym_sum:  # of numbers that differ between ranks it calls itself without end
             return reduce(add, *args)
         return super().call_function(target, args, kwargs)
+
+    def _position(self, group: str) -> Any:
+        if group not in self._positions:
+            self._positions[group] = torch.SymInt(LocalIntNode(positions_of(group, self._num_ranks)))
+        return self._positions[group]
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _spread(super().get_attr(target, args, kwargs), self._num_ranks)

@@ -11,6 +11,7 @@ from rules.layouts import (
     losses,
     norms,
     pointwise,
+    quantized,
     reductions,
     shapes,
 )
@@ -23,6 +24,7 @@ LAYOUTS = LayoutRules(
         *reductions.LAYOUTS,
         *norms.LAYOUTS,
         *linear.LAYOUTS,
+        *quantized.LAYOUTS,
         *shapes.LAYOUTS,
         *cuts.LAYOUTS,
         *indexing.LAYOUTS,

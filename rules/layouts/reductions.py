@@ -27,11 +27,16 @@ def reduction(call: Call) -> IndexMap | None:
 
 
 def whole_reduction(call: Call) -> IndexMap | None:
-    """reduces over `dim`, which must be whole; max and min of two tensors are pointwise"""
-    if len(call.operands) > 1:
-        return broadcast(call)
+    """reduces over `dim`, which must be whole"""
     terms, result = _reduced(call)
     return index_map(call, {"self": terms}, result)
+
+
+def extremum(call: Call) -> IndexMap | None:
+    """of all entries as `amax`; along `dim`, which must be whole, with indices; of two tensors pointwise"""
+    if len(call.operands) > 1:
+        return broadcast(call)
+    return whole_reduction(call) if "dim" in call.args else reduction(call)
 
 
 def lowest(call: Call) -> Neutral:
@@ -113,8 +118,8 @@ def beyond(call: Call) -> Neutral:
 
 
 _WHOLE = """
-all aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max median min mode nanmean nanmedian nanquantile
-norm prod quantile std std_mean var var_mean
+all aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp median mode nanmean nanmedian nanquantile norm prod
+quantile std std_mean var var_mean
 """
 _ALONG = """
 _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum flip log_softmax logcumsumexp roll softmax sort
@@ -127,6 +132,8 @@ LAYOUTS = (
     LayoutRule("layout.mean", aten("mean"), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
     LayoutRule("layout.amax", aten("amax"), reduction, neutral=lowest, reduce_op="max"),
     LayoutRule("layout.amin", aten("amin"), reduction, neutral=highest, reduce_op="min"),
+    LayoutRule("layout.max", aten("max"), extremum, neutral=lowest, reduce_op="max"),
+    LayoutRule("layout.min", aten("min"), extremum, neutral=highest, reduce_op="min"),
     LayoutRule("layout.reduce_whole", aten(_WHOLE), whole_reduction, parts=REDUCED),
     LayoutRule("layout.along", aten(_ALONG), along, parts=ALONG),
     LayoutRule("layout.along_last_two", aten(_ALONG_LAST_TWO), "d... !m !n -> d... m n"),

@@ -60,16 +60,28 @@ class Everything(Function):
         return dx, x.flatten(0, 1).t() @ g.flatten(0, 1), None
 
 
+@torch.compiler.allow_in_graph
+class OpaqueThrice(Thrice):
+    """Dynamo does not look into it."""
+
+
+@torch.compiler.allow_in_graph
+class OpaqueEverything(Everything):
+    """Dynamo does not look into it."""
+
+
 class Model(nn.Module):
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, *, checkpointed: bool = False, opaque: bool = False) -> None:
         super().__init__()
+        self.functions: Any = (OpaqueThrice, OpaqueEverything) if opaque else (Thrice, Everything)
         torch.manual_seed(0)
         self.embed = nn.Embedding(8, 8, dtype=torch.float64)
         self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
         self.checkpointed = checkpointed
 
     def layer(self, x: torch.Tensor) -> torch.Tensor:
-        y, positive = Everything.apply(Thrice.apply(x), self.weight, 0.5)
+        thrice, everything = self.functions
+        y, positive = everything.apply(thrice.apply(x), self.weight, 0.5)
         return y * positive
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -93,8 +105,9 @@ def eager(model: Model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("marked", [False, True], ids=["static", "marked"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["keep", "checkpoint"])
-def test_its_own_backward_runs(checkpointed: bool, marked: bool) -> None:
-    ids, model = IDS.clone(), Model(checkpointed=checkpointed)
+@pytest.mark.parametrize("opaque", [False, True], ids=["traced", "opaque"])
+def test_its_own_backward_runs(checkpointed: bool, marked: bool, opaque: bool) -> None:
+    ids, model = IDS.clone(), Model(checkpointed=checkpointed, opaque=opaque)
     if marked:
         torch._dynamo.mark_dynamic(ids, 1)
     _, normal, inputs = compile_and_keep(model, ids)
@@ -115,7 +128,7 @@ def test_backends_run_it_too(inner: str, checkpointed: bool) -> None:
 def test_its_bodies_are_functional_aten_with_values_and_source_lines() -> None:
     _, normal, _ = compile_and_keep(Model(), IDS)
     node = next(node for node in normal.graph.nodes if node.target is APPLY)
-    assert "Thrice.apply" in node.meta["stack_trace"]
+    assert "thrice.apply" in node.meta["stack_trace"]
     for function in functions_of(normal):
         for body in (function.forward, function.backward):
             for inner in body.graph.nodes:

@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxrewrite import Plan, RefusedError, RuleSet
+from fxrewrite import Plan, RefusedError, RuleDefinitionError, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
@@ -327,3 +327,32 @@ def test_columns_of_a_table_of_bags_may_be_sharded(mode: int) -> None:
 
 def test_a_number_that_is_unfolded_has_no_dimension_to_shard() -> None:
     assert free_dims(LAYOUTS, aten.unfold.default, (f(), 0, 1, 1)) is None
+
+
+def test_rows_beside_a_packed_weight_are_independent() -> None:
+    """Of an operator that another library defines, for which the rule waits."""
+    library = torch.library.Library("bitsandbytes", "FRAGMENT")
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        tensors = ", ".join(f"Tensor? {name}=None" for name in ("bias", "absmax_8bit", "absmax_code", "absmax_offset"))
+        packed = "Tensor B, int[] shapeB, Tensor absmax, int blocksize, str quant_type"
+        library.define(f"gemm_4bit(Tensor A, {packed}, {tensors}) -> Tensor")
+        library.impl(
+            "gemm_4bit", lambda a, b, shape, scale, *_: a @ (b * scale).view(shape).t(), "CompositeExplicitAutograd"
+        )
+    args = f(3, 8, 4).detach(), f(24, 1).detach(), [6, 4], f(24, 1).detach(), 1, "nf4"
+    operator = torch.ops.bitsandbytes.gemm_4bit.default
+    assert free_dims(LAYOUTS, operator, args) == {(0, 0), (0, 1)}
+    with fake_mesh((2,), ("sp",)) as mesh:
+        placements = (Shard(1), Replicate(), Replicate())
+        trial = try_placements(operator, args, {}, placements, axis=axis_of(mesh, "sp"), plan=PLAN)
+    assert not trial.gathered
+    assert trial.error <= TOLERANCE
+
+
+def test_a_rule_waits_for_the_library_that_it_names_alone() -> None:
+    rule = LayoutRule("layout.absent", ("no_such_library::relu",), "a... -> a...", library="no_such_library")
+    assert rule.library
+    with pytest.raises(RuleDefinitionError, match="so import its library first"):
+        replace(rule, library="")
+    with pytest.raises(RuleDefinitionError, match="there is no operator 'aten::rely'; did you mean"):
+        replace(rule, ops=("aten::rely",))

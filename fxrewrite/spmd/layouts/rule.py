@@ -12,7 +12,7 @@ from torch import fx
 from fxrewrite.errors import FxRewriteError, RuleDefinitionError, did_you_mean
 from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.sizes import Size, is_read_from_data, is_same_size, product, size_hint
-from fxrewrite.ops import bind, key, named_operator, no_operator
+from fxrewrite.ops import bind, is_imported, key, named_operator, no_operator
 from fxrewrite.ops.schemas import Schema, schemas_of
 from fxrewrite.spmd.layouts.notation import Dim, IndexMap, Notation, parse
 from fxrewrite.spmd.placement import ReduceOp
@@ -140,6 +140,9 @@ class LayoutRule:
     elementwise. Propagation writes these in the place of a call whose first operand is sharded on an index which must
     be whole, so that a few numbers are sent and not the operand."""
 
+    library: str = ""
+    """The library that defines the operators, where it may not be there: the rule is then for nothing."""
+
     def __post_init__(self) -> None:
         if not self.id or not isinstance(self.id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"a layout rule has a name, as in layout.relu, not {self.id!r}")
@@ -188,6 +191,8 @@ class LayoutRule:
         known: list[Schema] = []
         for op in (op for op in self.ops if "::" in op):  # of Python callables there is no list
             packet = named_operator(op)
+            if packet is None and op.partition("::")[0] == self.library and not is_imported(self.library):
+                continue
             if packet is None:
                 raise RuleDefinitionError(f"layout rule {self.id}: {no_operator(op)}")
             if not isinstance(packet, torch._ops.OpOverloadPacket):

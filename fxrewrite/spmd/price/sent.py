@@ -14,11 +14,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from pydantic import BaseModel, ConfigDict, Field
 from torch import fx
 
+from fxrewrite.capture.custom_backward import CustomFunction, custom_function
 from fxrewrite.graph.differentiable import differentiated, is_recomputed, passed, requires_gradient
 from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.ops import is_inexact, key
+from fxrewrite.report import bytes_text
 from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
@@ -40,9 +42,8 @@ class Collective(BaseModel):
     bytes_sent: int = Field(description="bytes that one rank sends, in a ring in which all ranks take part")
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind:<16} {self.direction:<9} {self.count:>6} x {self.bytes_sent:>16,} bytes sent per rank and step"
-        )
+        sent = bytes_text(self.bytes_sent)
+        return f"{self.kind:<16} {self.direction:<9} {self.count:>6} x {sent:>13} sent per rank and step"
 
 
 def collectives_of(program: fx.GraphModule, sizes: Mapping[str, int], *, trains: bool) -> list[Collective]:
@@ -124,9 +125,13 @@ class Sent(NamedTuple):
 def sent_in(flow: GradientFlow, sizes: Mapping[str, int]) -> Iterator[Sent]:
     """Every collective of a step over these axes, those of the model's own not among them.
 
-    Where a value is computed again, what it is made of is sent again.
+    Where a value is computed again, what it is made of is sent again. Of a custom function one body runs forward, and
+    where a gradient flows to it the other one backward.
     """
     for node in flow.nodes:
+        function = custom_function(node)
+        if function is not None:
+            yield from _sent_in_bodies(function, flow, node, sizes)
         axis: str = node.meta.get("axis", "")
         if axis not in sizes:
             continue
@@ -137,6 +142,22 @@ def sent_in(flow: GradientFlow, sizes: Mapping[str, int]) -> Iterator[Sent]:
                 yield Sent(there[0], axis, "again", there[1])
         if back is not None and node in flow.live:
             yield Sent(back[0], axis, "backward", back[1])
+
+
+def _sent_in_bodies(
+    function: CustomFunction, flow: GradientFlow, node: fx.Node, sizes: Mapping[str, int]
+) -> Iterator[Sent]:
+    ways: list[tuple[fx.GraphModule, Direction]] = [(function.forward, "forward")]
+    if flow.is_computed_again(node):
+        ways.append((function.forward, "again"))
+    if node in flow.live:
+        ways.append((function.backward, "backward"))
+    for body, direction in ways:
+        for inner in body.graph.nodes:
+            axis: str = inner.meta.get("axis", "")
+            there = _kinds(inner, sizes[axis], set())[0] if axis in sizes else None
+            if there is not None:
+                yield Sent(there[0], axis, direction, there[1])
 
 
 _Kind = tuple[str, float]

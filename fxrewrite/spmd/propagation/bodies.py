@@ -4,8 +4,10 @@
       forward(x, w)    -> y                          nothing moves in it, and nothing that it gives is a sum
       backward(dy, x)  -> dx, dw                     nothing moves here, dx is placed as x, dw is a sum over the ranks
 
-Bodies hold no redistribution: what they need whole is gathered before the call. An operand that every rank has
-whole, and of which the bodies read only chunks, is sliced there too.
+The one redistribution that bodies hold completes a sum or an extremum over the ranks, as that of all absolute values by
+which a float8 linear scales, where this sends less than it takes to gather the operands. What else they need whole is
+gathered before the call. An operand that every rank has whole, and of which the bodies read only chunks, is sliced
+there too.
 """
 
 from __future__ import annotations
@@ -16,21 +18,27 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fxrewrite.capture.custom_backward import CustomFunction, custom_function
 from fxrewrite.errors import RefusedError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear, is_linear_in
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.walk import reached
 from fxrewrite.ops import has_inexact, is_random, is_tensor, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import ReadOwn, Summed
-from fxrewrite.spmd.facts import set_placements
+from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.layouts.rule import tensor_of
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
 from fxrewrite.spmd.operators.true_gradients import give_true_gradients
-from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
+from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
+from fxrewrite.spmd.price.price import bytes_held
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, replicated
+from fxrewrite.spmd.propagation.insert import Insertion
+from fxrewrite.spmd.redistribute import without_padding
 
 R = Replicate()
 Propagate: TypeAlias = Callable[[Edit, Mapping[fx.Node, Placement]], dict[fx.Node, Decision]]
@@ -61,18 +69,25 @@ class _Body:
             if decision.gathered:
                 return decision.gathered
             for operand, want in zip(operands_of(node), decision.required, strict=False):  # inputs want nothing
-                if not is_same_placement(self.placement_of(operand), want):
-                    return f"{key(node)} wants %{operand.name} as {want}, and it is {self.placement_of(operand)}"
+                have = self.placement_of(operand)
+                if not is_same_placement(have, want) and not self._completes(operand, want):
+                    return f"{key(node)} wants %{operand.name} as {want}, and it is {have}"
             whole = value(node)
             dims = [placement.dim for placement in decision.produced if isinstance(placement, Shard)]
             if isinstance(whole, torch.Tensor) and not all(sizes.can_express(whole.shape[dim]) for dim in dims):
                 return f"the size of %{node.name} is not known in it"
         return ""
 
-    def localize(self) -> None:
-        """Note the placement of its value on every node."""
-        for node in self.edit.nodes():
-            set_placements(self.edit, node, self.decisions[node].produced)
+    def _completes(self, operand: fx.Node, want: Placement) -> bool:
+        return want == R and isinstance(self.placement_of(operand), Partial)
+
+    def completed(self) -> list[fx.Node]:
+        """The values that are sums or extrema over the ranks, and that operators want whole."""
+        return [n for n in self.edit.nodes() if any(self._completes(n, want) for want in self.required_of(n))]
+
+    def write(self, axis: Axis) -> None:
+        """Note placements on the nodes, and complete sums."""
+        Insertion(self.edit, self.decisions, axis, "complete_sums").run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +126,10 @@ class _OnChunks:
             return "its forward gives a sum over the ranks"
         if why := self.backward.why_not():
             return f"in its backward, {why}"
-        if self._sums_padding():
-            return "its backward sums up padding, and is not linear in the gradients"
+        sent = 2 * sum(map(bytes_held, (*self.forward.completed(), *self.backward.completed())))
+        read = sum(bytes_held(operand) for operand, placement in self.given.items() if isinstance(placement, Shard))
+        if sent > read:
+            return "to complete its sums sends more than to gather its operands"
         for position, result in enumerate(function.results):
             is_differentiable = isinstance(result, fx.Node) and has_inexact(result)
             if (
@@ -121,23 +138,36 @@ class _OnChunks:
                 and self.forward.placement_of(result) == R
             ):
                 return "its forward gives a result that every rank has whole"
+        arrived = {*function.incoming}
         for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
             if isinstance(gradient, fx.Node):
                 have, made = self.given[operand], self.backward.placement_of(gradient)
+                if made == R and not arrived.isdisjoint(reached([gradient])) and self.backward.completed():
+                    return f"the gradient of %{operand.name} is a sum that it completes"
                 if made not in (R, Partial()) if have == R else not is_same_placement(have, made):
                     return f"%{operand.name} is {have}, and its gradient {made}"
         return ""
 
-    def _sums_padding(self) -> bool:
-        """Whether padding counts in a gradient that is a sum: it does not where that is linear in what arrives, of
-        which padding gets zeros."""
-        decisions = (*self.forward.decisions.values(), *self.backward.decisions.values())
-        produced = (placement for decision in decisions for placement in decision.produced)
-        if not any(isinstance(placement, Shard) and placement.uneven for placement in produced):
-            return False
-        sums = any(self.backward.placement_of(gradient) == Partial() for gradient in self.function.outgoing)
+    def write(self, axis: Axis) -> None:
+        """Note placements in the bodies, with sums completed, and without gradients of padding."""
         arrives = [node for node in self.function.incoming if node.users]
-        return sums and not is_linear(self.function.backward.graph, arrives)
+        is_by_row = not self.backward.completed() and is_linear(self.function.backward.graph, arrives)
+        self.forward.write(axis)
+        self.backward.write(axis)
+        if not is_by_row:
+            self._clear_gradients_of_padding(axis)
+
+    def _clear_gradients_of_padding(self, axis: Axis) -> None:
+        """Padding repeats an entry, which would get its gradient as well; one that is linear, row by row, is zero."""
+        edit, cleared = self.backward.edit, dict[fx.Node, fx.Node]()
+        output = edit.graph.output_node()
+        for gradient in output.all_input_nodes:
+            placement = self.backward.placement_of(gradient)
+            if isinstance(placement, Shard) and placement.uneven:
+                args = (gradient, placement, axis, 0.0)
+                cleared[gradient] = edit.call(without_padding, args, before=output, val=tensor_of(gradient))
+                edit.set_fact(cleared[gradient], PLACEMENT, placement)
+        edit.set_args(output, map_arg(output.args, lambda node: cleared.get(node, node)))
 
 
 class CustomFunctions:
@@ -199,8 +229,7 @@ class CustomFunctions:
                 continue
             on_chunks = self._on_chunks.get(node)
             if on_chunks is not None:
-                on_chunks.forward.localize()
-                on_chunks.backward.localize()
+                on_chunks.write(self._context.axis)
             backward, axis = self._part(function.backward), self._context.axis
             is_changed = give_true_gradients(backward, function, axis, own=node in own)
             if is_changed and on_chunks is None:

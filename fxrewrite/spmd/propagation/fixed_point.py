@@ -217,8 +217,8 @@ class Propagation:
                 )
             return replace(whole, gathered=why)
         preferred = tuple(self.decisions[operand].preferred for operand in call.operands)
-        clears_padding = self._given is None  # bodies hold no such node
-        run = IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=clears_padding)
+        in_body = self._given is not None
+        run = IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, in_body=in_body)
         try:
             return run.decision()
         except RefusedError as error:

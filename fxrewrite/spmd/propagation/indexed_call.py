@@ -59,8 +59,7 @@ class IndexedCall:
         placements: of the operands.
         preferred: of each operand, whether its placement was merely preferred.
         axis: the mesh axis.
-        clears_padding: whether padding that would count in a sum is cleared before the operator. Bodies of higher-order
-            operators hold no such node.
+        in_body: whether it is in a body of a higher-order operator, which holds no sections and no lookups.
     """
 
     call: Call
@@ -69,7 +68,7 @@ class IndexedCall:
     placements: tuple[Placement, ...]
     preferred: tuple[bool, ...]
     axis: Axis
-    clears_padding: bool
+    in_body: bool
 
     def decision(self) -> Decision:
         """Returns how the operator runs.
@@ -143,7 +142,7 @@ class IndexedCall:
         are gathered: of those that were cut off an operator may fail, as a lookup of -100 does.
         """
         section, placement = self.indices.section, self.placements[0]
-        if section is None or not self.clears_padding or not isinstance(placement, Shard):
+        if section is None or self.in_body or not isinstance(placement, Shard):
             return None
         if _is_integer(self.call.operands[0]):
             return None
@@ -174,7 +173,7 @@ class IndexedCall:
         """
         placement, value = self.placements[0], self.call.operands[0]
         lookup = self.indices.lookups.get(placement.dim) if isinstance(placement, Shard) else None
-        if lookup is None or not self.clears_padding or any(isinstance(p, Partial) for p in self.placements):
+        if lookup is None or self.in_body or any(isinstance(p, Partial) for p in self.placements):
             return None
         if len(value.users) > _MOST_SENT or tensor_of(value).dtype == torch.bool:
             return None
@@ -188,7 +187,7 @@ class IndexedCall:
 
     def _sharded(self, part: IndexPart) -> Decision | None:
         """How the operator runs over an index; None if padding would count in a sum."""
-        sums_padding = self.clears_padding and self._sums_padding(part)
+        sums_padding = self._sums_padding(part)
         neutral = self.rule.neutral_of(self.call, self.indices, part.index) if sums_padding else None
         if sums_padding and neutral is None:
             return None

@@ -123,12 +123,12 @@ def _are_same(have: Any, required: Any) -> bool:
 
 
 def check_lowered(edit: Edit) -> None:
-    """Return where the graph has no virtual operator left.
+    """Return where the graph, with the bodies that it calls, has no virtual operator left.
 
     Raises:
         RefusedError: it has one; names it.
     """
-    for node in edit.nodes():
+    for node in (node for part in edit.parts() for node in part.nodes()):
         if is_virtual(node.target):
             moved = f" from {node.args[1]} to {node.args[2]}" if node.target is redistribute else ""
             refuse(

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.rules.layouts.case import Case, Cases, b, case, f, g, i, many, z
 
 _ELEMENTWISE = "l1_loss smooth_l1_loss huber_loss kl_div"
 _NONE, _SUM = 0, 2
+_FLOAT32 = {"out_dtype": torch.float32}
+
+
+def f8(*shape: int) -> torch.Tensor:
+    """Integers from -1 to 1 in float8, whose products add up exactly, also in bfloat16."""
+    return torch.randint(-1, 2, shape).to(torch.float8_e4m3fn)
+
+
+def powers_of_two(*shape: int) -> torch.Tensor:
+    """Scales that round nothing."""
+    return 2.0 ** torch.randint(-3, 4, shape)
 
 
 def _einsum(equation: str, args: object, whole: str = "") -> Case:
@@ -53,6 +66,17 @@ CASES: Cases = {
         case(lambda a, b, c: (f(a, b, 3), f(a, b, c), f(a, c, 3))),
         case(lambda a, b, c: (f(a, 1, c), f(a, 3, b), f(a, b, c))),
         case(lambda a, b, c: (f(1), f(a, 3, b), f(a, b, c)), beta=0.5),
+    ],
+    "_scaled_mm": [
+        case(lambda a, b, c: (f8(a, 32 * c), f8(b, 32 * c).t(), torch.ones(()), torch.ones(())), **_FLOAT32),
+        case(
+            lambda a, b, c: (f8(a, 16 * c), f8(b, 16 * c).t(), torch.ones(1, 1), torch.ones(1), torch.ones(b)),
+            **_FLOAT32,
+        ),
+        case(
+            lambda a, b, c: (f8(a, 16 * c), f8(b, 16 * c).t(), powers_of_two(a, 1), powers_of_two(1, b)),
+            out_dtype=torch.bfloat16,
+        ),
     ],
     "tensordot": [
         case(lambda a, b, c: (f(a, b, c), f(c, 3, b), [1, 2], [2, 0])),

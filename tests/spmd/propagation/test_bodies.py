@@ -173,6 +173,70 @@ class Inner(Function):
         return g * 5
 
 
+class Scaled(Function):
+    """Scales by the largest of all entries, forward and backward, and rounds, as a float8 linear does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return rounded(x) @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        g = rounded(g)
+        return g @ w.t(), rounded(x).flatten(0, 1).t() @ g.flatten(0, 1)
+
+
+def rounded(x: Tensor) -> Tensor:
+    scale = x.abs().max().clamp(min=1e-12)
+    return (x / scale * 448).round() / 448 * scale
+
+
+@torch.compiler.allow_in_graph
+class OpaqueScaled(Scaled):
+    """Dynamo does not look into it."""
+
+
+class Covariance(Function):
+    """A sum of products of all tokens, and a sum of all gradients, weigh each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)) / 100
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * g + (g * x).sum() / 10
+
+
+class Wide(Function):
+    """A sum over all tokens that is larger than they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = torch.cat([x, x.sin(), x.cos(), x.exp()], -1).flatten(0, 1)
+        return x * (wide.t() @ wide).sin().mean()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+class TotalGradient(Function):
+    """The gradient of a weight that every rank has whole is a sum of all gradients, which is then weighed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        return g, g.sum().tanh().expand(8)
+
+
 class Randomly(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -198,6 +262,9 @@ ON_CHUNKS: dict[str, Any] = {
     "a clipped gradient and a weight": lambda m, x, ids: ClippedWeight.apply(x, m.other[:8]),
     "a gradient from the forward": lambda m, x, ids: Stored.apply(x),
     "another in its forward": lambda m, x, ids: Inner.apply(x),
+    "a scale of all entries": lambda m, x, ids: Scaled.apply(x, m.other[:8]),
+    "a scale of all entries, opaque": lambda m, x, ids: OpaqueScaled.apply(x, m.other[:8]),
+    "a sum of products and one of gradients": lambda m, x, ids: Covariance.apply(x),
     "of weights alone": lambda m, x, ids: x @ Weighted.apply(m.other[None], m.other[:8], 1.0)[0, :8],
 }
 GATHERED: dict[str, Any] = {
@@ -208,6 +275,11 @@ GATHERED: dict[str, Any] = {
     ),
     "its backward mixes": (lambda m, x, ids: BackwardMixes.apply(x), "in its backward, aten::cumsum"),
     "its forward adds up": (lambda m, x, ids: Summed.apply(x), "its forward gives a sum over the ranks"),
+    "its sums are large": (lambda m, x, ids: Wide.apply(x), "to complete its sums sends more"),
+    "its gradient is a complete sum": (
+        lambda m, x, ids: TotalGradient.apply(x, m.other[0]),
+        "is a sum that it completes",
+    ),
     "it draws": (lambda m, x, ids: Randomly.apply(x), "its bodies draw random numbers"),
 }
 
@@ -238,6 +310,29 @@ def test_three_ranks_clip_the_same_gradient() -> None:
     ids = torch.arange(30).reshape(2, 15) % 8
     check(ON_CHUNKS["a clipped gradient and a weight"], num_ranks=3, ids=ids)
     check(GATHERED["its forward mixes, its backward clips"][0], num_ranks=3, ids=ids)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a gradient from the forward",
+        "a scale of all entries",
+        "a scale of all entries, opaque",
+        "a sum of products and one of gradients",
+        "a clipped gradient and a weight",
+    ],
+)
+def test_padding_counts_in_no_sum_of_a_body(name: str) -> None:
+    ids = torch.arange(26).reshape(2, 13) % 8
+    assert not gathers(check(ON_CHUNKS[name], num_ranks=4, ids=ids))
+
+
+def test_the_report_counts_what_bodies_send() -> None:
+    _, report = dry_run(Body(ON_CHUNKS["a scale of all entries"]), {"ids": IDS}, num_ranks=2)
+    reduced = {c.direction: (c.count, c.bytes_sent) for c in report.collectives if c.kind == "all_reduce"}
+    loss = (1, 8)  # a number of float64 each
+    assert reduced["forward"] == (1 + loss[0], 16 + loss[1])  # with each maximum goes whether it is NaN
+    assert reduced["backward"] == (2 + loss[0], 32 + loss[1])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
