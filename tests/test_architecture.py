@@ -41,6 +41,7 @@ PRIVATE_TORCH = {
     "fxrewrite/capture/functionalize.py": "schemas of operators, and how a graph switches autograd off",
     "fxrewrite/graph/fake_values.py": "fake tensors, to propagate new nodes only",
     "fxrewrite/capture/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
+    "fxrewrite/capture/opaque_backward.py": "a tracer's mode, which would record how autograd runs a function",
     "fxrewrite/match/once.py": "fake tensors, which have no entries to compute with",
     "fxrewrite/graph/other_sizes.py": "fake tensors, to run a program's calls at other sizes",
     "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",

@@ -66,7 +66,7 @@ def opaque_call(function: Callable[..., Any], args: Any, kwargs: Any, node: fx.N
         return results
 
     operands = tuple(leaves[i] for i in at)
-    with disable_proxy_modes_tracing():
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():  # whose mode records switches of autograd
         inputs = list(map(_alike, operands))
         results = flat(*inputs)
         if not _has_own_backward(results) and getattr(function, "__name__", "") != _OF_AUTOGRAD_FUNCTION:
