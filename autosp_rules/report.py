@@ -9,7 +9,7 @@ from torch import fx
 
 from autosp_rules.memory.budget import MemoryFitted
 from fxrewrite import Event, Refusal, Report
-from fxrewrite.spmd import Axis, ProductsWhole, ProgramReport, collectives_of
+from fxrewrite.spmd import Axis, ProductsWhole, ProgramReport, collectives_of, grouped
 
 
 class LeftAlone(Event, frozen=True):
@@ -58,7 +58,7 @@ class AutoSPReport(ProgramReport):
         rows += [f"  {event}" for event in self.events if isinstance(event, first)]
         rows += self._break_line()
         rows += [f"  refused: {refusal}" for refusal in self.refusals] or ["  nothing was refused"]
-        rows += [f"  {event}" for event in self.events if not isinstance(event, first)]
+        rows += [f"  {line}" for line in grouped(event for event in self.events if not isinstance(event, first))]
         rows += [f"  {collective}" for collective in self.collectives] or ["  nothing is sent"]
         rows.append(f"  {self.slices} slices, and of each rule so many rewrites:")
         rows += [f"    {rule:<40} {count:>6}" for rule, count in self.rewrites.items()]

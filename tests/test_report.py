@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from fxrewrite.errors import Reason, Refusal, RuleDefinitionError
 from fxrewrite.report import Event, Note, Report, RuleReport, bytes_text
+from fxrewrite.spmd import Gathered, grouped
 
 
 class Counted(Event, frozen=True):
@@ -124,3 +125,21 @@ def test_a_snapshot_has_no_times(fx_snapshot) -> None:
 )
 def test_bytes_are_said_in_the_unit_of_their_size(num_bytes: int, said: str) -> None:
     assert bytes_text(num_bytes) == said
+
+
+def test_what_is_said_alike_of_several_nodes_is_one_sentence() -> None:
+    def gathered(node: str, why: str) -> Gathered:
+        return Gathered(node=node, source="model.py:3", why=why, num_bytes=8, is_more=False)
+
+    events = [
+        gathered("a", "one"),
+        gathered("b", "one"),
+        Note(text="between"),
+        gathered("c", "two"),
+        gathered("d", "one"),
+    ]
+    assert grouped(events) == [
+        "gathered: 3 x, the first is %a model.py:3: one (8 bytes whole on each rank)",
+        "between",
+        "gathered: %c model.py:3: two (8 bytes whole on each rank)",
+    ]

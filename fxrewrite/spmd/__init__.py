@@ -35,6 +35,7 @@ from fxrewrite.spmd.events import (
     RegionsCompiled as RegionsCompiled,
     Summed as Summed,
     ZerosHeld as ZerosHeld,
+    grouped as grouped,
 )
 from fxrewrite.spmd.facts import (
     GLOBAL_SHAPE as GLOBAL_SHAPE,

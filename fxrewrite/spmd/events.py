@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
@@ -70,7 +71,8 @@ class _AtNode(Event, frozen=True):
     source: str
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The node and the line."""
         return f"%{self.node} {self.source}".rstrip()
 
 
@@ -84,7 +86,7 @@ class Gathered(_AtNode, frozen=True):
 
     def __str__(self) -> str:
         rest = ", and what depends on data" if self.is_more else ""
-        return f"gathered: {self._where}: {self.why} ({bytes_text(self.num_bytes)}{rest} whole on each rank)"
+        return f"gathered: {self.where}: {self.why} ({bytes_text(self.num_bytes)}{rest} whole on each rank)"
 
 
 class Drawn(_AtNode, frozen=True):
@@ -95,7 +97,7 @@ class Drawn(_AtNode, frozen=True):
 
     def __str__(self) -> str:
         sharded, whole = "each rank draws the numbers of its chunk", "every rank must draw alike: seed them so"
-        return f"random: {self._where}: {sharded if self.is_sharded else whole}"
+        return f"random: {self.where}: {sharded if self.is_sharded else whole}"
 
 
 class NotInPart(Event, frozen=True):
@@ -133,7 +135,7 @@ class Summed(_AtNode, frozen=True):
     kind: Literal["summed"] = "summed"
 
     def __str__(self) -> str:
-        return f"summed: {self._where}: {_NOT_LINEAR}, so they are summed over the ranks before it"
+        return f"summed: {self.where}: {_NOT_LINEAR}, so they are summed over the ranks before it"
 
 
 class ProgramIsLast(Event, frozen=True):
@@ -158,7 +160,7 @@ class ReadOwn(_AtNode, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"reads own gradients: {self._where}: {_NOT_LINEAR}, and sees those of this rank's part of the batch "
+            f"reads own gradients: {self.where}: {_NOT_LINEAR}, and sees those of this rank's part of the batch "
             "alone; it is one device's if no row of a batch reads another"
         )
 
@@ -174,3 +176,18 @@ class RegionsCompiled(Event, frozen=True):
 
     def __str__(self) -> str:
         return f"regions: {self.found}"
+
+
+def grouped(events: Iterable[Event]) -> list[str]:
+    """The sentences of the events, in order; what is said alike of several nodes, as of equal layers, is one."""
+    alike: dict[tuple[type[Event], str], list[Event]] = {}
+    for event in events:
+        said = str(event).replace(event.where, "", 1) if isinstance(event, _AtNode) else str(event)
+        alike.setdefault((type(event), said), []).append(event)
+    return [_of_several(*same) for same in alike.values()]
+
+
+def _of_several(first: Event, *others: Event) -> str:
+    if not others or not isinstance(first, _AtNode):
+        return str(first)
+    return str(first).replace(first.where, f"{1 + len(others)} x, the first is {first.where}", 1)

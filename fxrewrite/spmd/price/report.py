@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import fx
 
 from fxrewrite.report import EventLog, Report, bytes_text
-from fxrewrite.spmd.events import ProductsWhole
+from fxrewrite.spmd.events import ProductsWhole, grouped
 from fxrewrite.spmd.price.program_price import parameter_bytes
 from fxrewrite.spmd.price.sent import Collective, collectives_of
 
@@ -74,7 +74,7 @@ class SpmdReport(ProgramReport, Report):
         rows.append(f"  parameters: {bytes_text(self.parameter_bytes)} are held by each rank")
         width = max(map(len, self.axes), default=0)
         rows += [f"  {c.axis:<{width}}  {c}" for c in self.collectives] or ["  nothing is sent"]
-        rows += [f"  {event}" for event in others]
+        rows += [f"  {line}" for line in grouped(others)]
         rows += [f"  refused  {refusal}" for refusal in self.refusals]
         fired = [entry for entry in self.rules if entry.rewrites]
         rows += [f"  {entry.rule:<58} {entry.rewrites:>8} x" for entry in fired]
