@@ -50,7 +50,7 @@ def opaque_call(function: Callable[..., Any], args: Any, kwargs: Any, node: fx.N
     """Traces a call of an opaque function; None where a tracer above autograd sees all that is in it.
 
     Raises:
-        RefusedError: the function has its own backward, and writes to a tensor in place.
+        RefusedError: the function has its own backward, and writes to its input.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (torch.Tensor, torch.SymInt))]
@@ -68,18 +68,20 @@ def opaque_call(function: Callable[..., Any], args: Any, kwargs: Any, node: fx.N
     operands = tuple(leaves[i] for i in at)
     with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():  # whose mode records switches of autograd
         inputs = list(map(_alike, operands))
-        results = flat(*inputs)
+        copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]  # no leaves
+        before = [getattr(value, "_version", 0) for value in copies]
+        results = flat(*copies)
         if not _has_own_backward(results) and getattr(function, "__name__", "") != _OF_AUTOGRAD_FUNCTION:
             return None
+        if [getattr(value, "_version", 0) for value in copies] != before:
+            refuse(
+                "an autograd function that Dynamo does not look into writes to its input",
+                node=node,
+                hint="return a new tensor from its forward, without ctx.mark_dirty",
+            )
         goes_back = [isinstance(result, torch.Tensor) and result.requires_grad for result in results]
         tangents = [torch.zeros_like(r.detach()) for r, goes in zip(results, goes_back, strict=True) if goes]
         joint = _traced_jointly(flat, inputs, tangents, goes_back)
-    if any(map(mutates, joint.graph.nodes)):
-        refuse(
-            "an autograd function that Dynamo does not look into writes to its input",
-            node=node,
-            hint="return a new tensor from its forward, without ctx.mark_dirty",
-        )
     forward, backward, num_saved = _parts(joint, len(operands), goes_back)
     options = {
         "non_differentiable_idx": [i for i, goes in enumerate(goes_back) if not goes],

@@ -178,6 +178,48 @@ def test_a_function_in_a_function_runs() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
+@torch.compiler.allow_in_graph
+def weighs(x: torch.Tensor) -> torch.Tensor:
+    """Dynamo does not look into it: it calls a function with its own backward, and operators."""
+    return Thrice.apply(x) * x.sin()
+
+
+@torch.compiler.allow_in_graph
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().square()
+
+
+def test_a_function_that_dynamo_does_not_look_into_keeps_the_backward_that_is_in_it() -> None:
+    class Weighs(Model):
+        def layer(self, x: torch.Tensor) -> torch.Tensor:
+            return plain(weighs(x @ self.weight))
+
+    model = Weighs()
+    _, normal, inputs = compile_and_keep(model, IDS)
+    assert len(functions_of(normal)) == 1, "what a tracer sees in full stays operators"
+    for found, expected in zip(loss_and_grads(normal, inputs), eager(model), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    with torch.no_grad():
+        _, normal, inputs = compile_and_keep(model, IDS)
+        torch.testing.assert_close(normal(*inputs)[0], model(IDS), rtol=1e-14, atol=0)
+
+
+def test_an_opaque_function_that_writes_to_its_input_is_refused() -> None:
+    @torch.compiler.allow_in_graph
+    class Writes(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g * 2
+
+    with pytest.raises(Exception, match="does not look into writes to its input"):
+        compile_and_keep(lambda x: Writes.apply(x * 1).sum(), torch.ones(3, requires_grad=True))
+
+
 class Randomly(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
