@@ -43,7 +43,7 @@ def is_opaque(target: Any) -> bool:
     """Whether Dynamo calls a function of the user that it has not looked into, or an autograd function so."""
     if not isinstance(target, FunctionType):
         return False
-    return target.__name__ == _OF_AUTOGRAD_FUNCTION or target.__module__.partition(".")[0] != "torch"
+    return target.__name__ == _OF_AUTOGRAD_FUNCTION or str(target.__module__).partition(".")[0] != "torch"
 
 
 def opaque_call(function: Callable[..., Any], args: Any, kwargs: Any, node: fx.Node) -> OpaqueCall | None:
