@@ -46,7 +46,7 @@ def is_opaque(target: Any) -> bool:
     return target.__name__ == _OF_AUTOGRAD_FUNCTION or str(target.__module__).partition(".")[0] != "torch"
 
 
-def opaque_call(function: Callable[..., Any], args: Any, kwargs: Any, node: fx.Node) -> OpaqueCall | None:
+def opaque_call(function: FunctionType, args: Any, kwargs: Any, node: fx.Node) -> OpaqueCall | None:
     """Traces a call of an opaque function; None where a tracer above autograd sees all that is in it.
 
     Raises:
@@ -71,7 +71,7 @@ def opaque_call(function: Callable[..., Any], args: Any, kwargs: Any, node: fx.N
         copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]  # no leaves
         before = [getattr(value, "_version", 0) for value in copies]
         results = flat(*copies)
-        if not _has_own_backward(results) and getattr(function, "__name__", "") != _OF_AUTOGRAD_FUNCTION:
+        if not _has_own_backward(results) and function.__name__ != _OF_AUTOGRAD_FUNCTION:
             return None
         if [getattr(value, "_version", 0) for value in copies] != before:
             refuse(

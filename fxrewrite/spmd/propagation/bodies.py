@@ -62,7 +62,7 @@ class _Body:
                 yield from self.decisions[user].required_of(operands_of(user), operand)
 
     def why_not(self) -> str:
-        """Why the body cannot run so without communication, or ''."""
+        """Why the body cannot run so with no other communication than what completes sums, or ''."""
         sizes = size_nodes(self.edit)
         for node in self.edit.nodes():
             decision = self.decisions[node]

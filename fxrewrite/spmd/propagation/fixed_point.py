@@ -83,14 +83,14 @@ class Propagation:
     def run(self) -> dict[fx.Node, Decision]:
         """Returns how every node runs."""
         solve(self.graph, self._forward, facts=self.decisions)
-        while self._given is None and self._write_parts():  # a body cannot complete the sums that these are
+        while self._given is None and self._write_parts():  # a body runs as it was written
             self.decisions.clear()
             self._derived.clear()
             self._written = memory_written(self.graph)
             solve(self.graph, self._forward, facts=self.decisions)
         # Relocation reads produced and required placements of all nodes, so it runs once the forward pass is at its
         # fixed point; and before the backward pass, which only moves what is replicated.
-        if self._given is None:  # a body holds no redistribution, so nothing in it can be relocated
+        if self._given is None:  # a body holds no all-to-all, so nothing in it can be relocated
             Relocation(self.decisions, self._movable, self._derived, self.axis).run(self.graph)
         self._backward()
         return self.decisions
@@ -183,7 +183,7 @@ class Propagation:
         if function is not None and self._given is None:
             preferred = any(self.decisions[operand].preferred for operand in operands)
             return replace(self.functions.decide(node, function, placements), preferred=preferred)
-        # A body cannot hold the collective that completes a sum, so there a sum may stay pending through linear steps.
+        # In a body a sum stays pending through linear steps: it is completed late or not at all, by as few as possible.
         if self._given is not None and stays_a_sum(node, operands, placements):
             return Decision(tuple(placements), (Partial(),), (Partial(),), "a sum stays one")
         return self._by_layout_rule(node, placements, whole)

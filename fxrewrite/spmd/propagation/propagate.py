@@ -129,7 +129,7 @@ def _check_stated(edit: Edit) -> None:
 
 def _drop_redistributions_in_bodies(edit: Edit) -> None:
     """Drop redistributions in bodies of higher-order operators: a rule that was written for the graph inserted them
-    there, and a body cannot communicate."""
+    there. Propagation writes those that a body may hold."""
     for part in edit.parts():
         for node in part.nodes() if part is not edit else ():
             if node.target is redistribute:
